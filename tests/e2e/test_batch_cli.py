@@ -124,8 +124,8 @@ def test_a_job_is_submitted_shown_listed_and_exported(run: Any, tmp_path: Path) 
     assert (tmp_path / "copy.jsonl").read_bytes() == (tmp_path / "out.jsonl").read_bytes()
     code, _, err = run("export", job_id, "copy.jsonl")
     assert code == 2 and "pass --yes" in err
-    assert run("export", job_id, "copy.jsonl", "--output", 1, "--yes")[0] == 0
-    assert (tmp_path / "copy.jsonl").read_bytes() == (tmp_path / "out.txt").read_bytes()
+    assert run("export", job_id, "copy.txt", "--output", 1, "--yes")[0] == 0
+    assert (tmp_path / "copy.txt").read_bytes() == (tmp_path / "out.txt").read_bytes()
     code, _, err = run("export", job_id, "other.jsonl", "--output", 2)
     assert code == 2 and "outputs 0 to 1" in err
     code, _, err = run("export", job_id, "other.jsonl.gz")
@@ -327,6 +327,22 @@ def block_publishing(blocker: str) -> None:
         if blocker:
             Path(blocker).write_text("in the way")
         batch.save_results([{"n": row["n"], "image": np.full((2, 2, 3), row["n"], np.uint8)} for row in rows])
+
+
+def test_a_choice_for_an_existing_output_and_a_target_of_another_format_are_refused(run: Any, tmp_path: Path) -> None:  # noqa: ANN401
+    status, _, complaint = run(*DOUBLE, "--if-exists", "bogus")
+    assert (status, complaint) == (
+        2,
+        "error: --if-exists is 'bogus'; it must be one of error, overwrite, ask, resume\n",
+    )
+    status, out, _ = run(*DOUBLE, "--json")
+    assert status == 0
+    job_id = json.loads(out)["job_id"]
+    for target in ("copy.parquet", "copy.csv"):
+        status, _, complaint = run("export", job_id, target)
+        assert status == 2 and f"the target is '{target}', and an export has the bytes of the output" in complaint
+        assert not (tmp_path / target).exists()
+    assert run("export", job_id, "copy.jsonl")[0] == run("export", job_id, "copy.other")[0] == 0
 
 
 def test_an_export_has_the_bytes_that_publishing_makes(server: LiveServer, tmp_path: Path) -> None:

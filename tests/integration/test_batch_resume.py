@@ -171,6 +171,28 @@ def test_a_script_with_another_function_does_not_go_on_with_the_rows_of_the_old_
         data.map(careful, fn_kwargs={"gate": "x"}, output=output, if_exists="resume", client=client)
 
 
+def test_a_finished_job_whose_input_has_a_relative_path_is_found_again(
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "in.jsonl", TEXTS[:2])
+
+    def run() -> Job:
+        return batch.read_json("in.jsonl").map(
+            careful,
+            fn_kwargs={"gate": "none"},
+            output=batch.JsonWriter("out.jsonl"),
+            if_exists="resume",
+            client=client,
+        )
+
+    job = run()
+    assert int(run()) == int(job)
+    write_rows(tmp_path / "in.jsonl", TEXTS[:1])
+    with pytest.raises(JobRefusedError, match="the input has changed since the job began"):
+        run()
+
+
 SCRIPT = """
 import sys
 from tinsmith import batch

@@ -194,6 +194,57 @@ def test_rows_come_back_as_they_went(ending: str, tmp_path: Path) -> None:
     assert batch.InputReader.from_dict(reader.to_dict()) == reader
 
 
+def test_integers_of_json_have_any_size(tmp_path: Path) -> None:
+    rows: Rows = [{"n": 2**70, "in": [{"m": -(2**63) - 1}, 2**64]}, {"n": 1e300, "in": 2**53 + 1}]
+    publish_rows(batch.JsonWriter(f"{tmp_path}/o.jsonl"), rows, tmp_path)
+    assert all_rows(batch.JsonReader(f"{tmp_path}/o.jsonl")) == rows
+    (tmp_path / "array.json").write_text(json.dumps(rows))
+    assert all_rows(batch.JsonReader(f"{tmp_path}/array.json")) == rows
+    writer = batch.JsonWriter(f"{tmp_path}/parts.jsonl")
+    read = list(writer.read_part(writer.write_part(rows, RowRange(0, 1), f"{tmp_path}/parts")))
+    assert read == rows and [type(row["n"]) for row in read] == [int, float]
+
+
+def test_a_timestamp_of_pandas_is_a_date_in_json() -> None:
+    import pandas as pd
+
+    row = {"at": pd.Timestamp("2020-01-02 03:04"), "missing": pd.NaT}
+    assert json.loads(encode(row)) == {"at": "2020-01-02T03:04:00", "missing": None}
+
+
+def test_a_long_value_of_a_csv_part_is_read_in_a_new_process(tmp_path: Path) -> None:
+    code = f"""
+from tinsmith import batch
+from tinsmith.batch.types import RowRange
+writer = batch.CsvWriter({f"{tmp_path}/o.csv.gz"!r})
+rows = [{{"a": "x" * 200_000}}]
+part = writer.write_part(rows, RowRange(0, 0), {f"{tmp_path}/part"!r})
+output = writer.publish([part], {f"{tmp_path}/staging"!r}, "error")
+assert list(writer.read_part(part)) == list(writer.read_published(output)) == rows
+"""
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert completed.returncode == 0, completed.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("a.csv", b'a\n"open\n'),
+        ("a.csv", b"a\n\xe9\n"),
+        ("a.parquet", b"no"),
+        ("a.jsonl.gz", b"no"),
+        ("a.jsonl.gz", gzip.compress(b'{"a":1}\n' * 100, mtime=0)[:-9]),
+        ("a.jsonl.zst", b"no"),
+    ],
+)
+def test_a_file_that_is_not_of_its_format_is_a_sentence_with_its_name(name: str, data: bytes, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(data)
+    reader = batch.Dataset(f"{tmp_path}/{name}").reader
+    spec = JobSpec("", reader.to_dict(), [batch.JsonWriter(f"{tmp_path}/o.jsonl").to_dict()])
+    (message,) = io_operations.run(spec, 1, {"op": "plan"})
+    assert message["error"].startswith(f"{tmp_path}/{name} cannot be read: ") and "\n" not in message["error"]
+
+
 def test_the_parts_of_a_running_job_are_read_as_rows(tmp_path: Path) -> None:
     rows: Rows = [{"text": f"{index}"} for index in range(3)]
     for format in ("json", "csv", "parquet", "text"):
@@ -224,7 +275,7 @@ def test_csv_takes_the_columns_of_all_rows(tmp_path: Path) -> None:
         {"a": "", "b": "AA==", "c": "0.5"},
     ]
     (tmp_path / "bad.csv").write_text("a,b\n1\n")
-    with pytest.raises(ValueError, match=r"line 2 .* has 1 values for 2 columns"):
+    with pytest.raises(UserError, match=r"line 2 .* has 1 values for 2 columns"):
         len(batch.CsvReader(f"{tmp_path}/bad.csv"))
 
 

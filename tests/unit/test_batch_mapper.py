@@ -15,6 +15,7 @@ from tinsmith.batch.client.dataset import Dataset
 from tinsmith.batch.formats.lines import ItemsReader
 from tinsmith.batch.types import Assignment, AttemptOutcome, JobSpec, MapperStartError
 from tinsmith.batch.worker import runtime
+from tinsmith.batch.worker.adapters import convert_batch, rows_of
 
 
 def test_a_loop_maps_every_batch_and_loads_once(tmp_path: Path) -> None:
@@ -82,6 +83,30 @@ def test_functions_of_batches_get_and_give_every_shape(shape: str, tmp_path: Pat
 
     ran = MapperRun(tmp_path, same, kind="batch", kwargs={"extra": 1}, options={"batch_format": shape})
     assert ran.output() == ROWS
+
+
+@pytest.mark.parametrize("shape", ["columns", "numpy", "pandas", "pyarrow"])
+def test_a_batch_has_the_columns_of_all_its_rows(shape: str) -> None:
+    rows = [{"a": 1}, {"b": "x"}]
+    returned = rows_of(convert_batch(rows, shape))
+    assert [sorted(row) for row in returned] == [["a", "b"], ["a", "b"]]
+    assert returned[0]["a"] == 1 and returned[1]["b"] == "x"
+
+
+@pytest.mark.parametrize("kind", ["row", "batch"])
+def test_a_process_that_a_function_forks_does_not_go_on_with_the_batch(kind: str, tmp_path: Path) -> None:
+    def fork(value: Any) -> Any:  # noqa: ANN401
+        import os
+
+        if not (pid := os.fork()):
+            raise ValueError("in the forked process")
+        _, status = os.waitpid(pid, 0)
+        rows = value if isinstance(value, list) else [value]
+        ended = [{**row, "status": os.waitstatus_to_exitcode(status)} for row in rows]
+        return ended if isinstance(value, list) else ended[0]
+
+    ran = MapperRun(tmp_path, fork, kind=kind)
+    assert ran.output() == [{**row, "status": 1} for row in ROWS]
 
 
 def test_a_class_is_made_once(tmp_path: Path) -> None:

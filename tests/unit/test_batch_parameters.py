@@ -223,7 +223,7 @@ def test_a_compressed_csv_file_is_compressed(late: bool, tmp_path: Path) -> None
 
 def test_csv_files_that_would_lose_a_column_or_a_row_are_refused(tmp_path: Path) -> None:
     (tmp_path / "twice.csv").write_text("a,b,a\n1,2,3\n")
-    with pytest.raises(ValueError, match=r"has the columns \['a'\] more than once"):
+    with pytest.raises(UserError, match=r"has the columns \['a'\] more than once"):
         len(batch.CsvReader(f"{tmp_path}/twice.csv"))
     writer = batch.CsvWriter(f"{tmp_path}/out.csv")
     parts = [writer.write_part([{}], RowRange(index, index), f"{tmp_path}/parts") for index in range(2)]
@@ -438,6 +438,34 @@ def test_filter_takes_batches_in_any_form(tmp_path: Path) -> None:
     for function, message in ((few, "returned 1 values for a batch of 3 rows"), (text, "returned a str")):
         with pytest.raises(ValueError, match=message):
             run_steps(batch.from_items(INPUT).filter(function, batched=True), tmp_path / "bad")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"fn_kwargs": 5}, "fn_kwargs is 5; it must be a dict"),
+        ({"remove_columns": 5}, "remove_columns is 5; it must be the name of a column"),
+        ({"retry_on": [1]}, r"retry_on\[0\] is 1; it must be a string"),
+        ({"retry_on": 1}, "retry_on is 1; it must be a list"),
+        ({"resume_from": [1]}, r"resume_from is \[1\]; it must be an integer"),
+        ({"resume_from": "x"}, "resume_from is 'x'; it must be an integer"),
+        ({"output": 5}, "an output is 5; it must be a writer"),
+        ({"output": "o.jsonl"}, "an output is 'o.jsonl'; it must be a writer"),
+        ({"limits": {"lease_s": 0}}, "limits.lease_s is 0; it must lie between 1 and"),
+        ({"limits": {"heartbeat_timeout_s": 1}}, "limits.heartbeat_timeout_s is 1; it must lie between 2 and"),
+    ],
+)
+def test_an_option_of_a_wrong_kind_is_refused_by_its_name(
+    options: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    def row_of(row: dict[str, Any]) -> dict[str, Any]:
+        return row
+
+    output = batch.JsonWriter(f"{tmp_path}/o.jsonl")
+    with pytest.raises(ValueError, match=sentence):
+        batch.from_items(INPUT).map(
+            row_of, **{"output": output, "client": batch.Client("http://127.0.0.1:1"), **options}
+        )
 
 
 @pytest.mark.filterwarnings("ignore:this data set was mapped")

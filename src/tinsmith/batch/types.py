@@ -314,13 +314,13 @@ class Limits:
     discovery_timeout_s: Amount = 1800.0
     """The time in which a pool with a free slot must start a new job's first worker. It may have to rent a machine; a
     job that asks for more than any machine has would wait forever."""
-    lease_s: Amount = 60.0
+    lease_s: Annotated[float, Bounds(1)] = 60.0
     backoff_s: Amount = 1.0
     """Retry n waits for 2**n times this."""
     grace_s: Amount = 5.0
     """The time in which the mapper of a cancelled job may end by itself."""
-    heartbeat_timeout_s: Amount = 30.0
-    """A worker without a heartbeat for this long is considered lost."""
+    heartbeat_timeout_s: Annotated[float, Bounds(2)] = 30.0
+    """A worker without a heartbeat, of which it sends one a second, for this long is considered lost."""
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ T = TypeVar("T")
 NOT_SUCCEEDED = 1
 RETRY_TIMEOUT_S = 5.0
 """How long an unreachable server is tried again by commands that do not wait for a job."""
+IF_EXISTS = ("error", "overwrite", "ask", "resume")
 TERMINAL_STATUSES = ("SUCCEEDED", "FAILED", "CANCELLED")
 MAX_PURGED = 1000
 """The newest jobs that `purge --all` considers: a page of the server's listing."""
@@ -50,7 +51,8 @@ app = typer.Typer(help="Bulk jobs: a function over every row of a data set.", no
 JobId = Annotated[int, typer.Argument(help="The job's id, as `tinsmith batch list` shows it.", min=1)]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Answer every question with yes.")]
 Detach = Annotated[bool, typer.Option("--detach", "-d", help="Do not wait for the job's end.")]
-IfExists = Annotated[str, typer.Option(help="If an output exists: error, overwrite or ask.")]
+IfExists = Annotated[str, typer.Option(help="If an output exists: error, overwrite, ask, or resume its job.")]
+IfTargetExists = Annotated[str, typer.Option(help="If the target exists: error, overwrite or ask.")]
 
 
 @app.command()
@@ -308,7 +310,7 @@ def export(
     job_id: JobId,
     target: Annotated[str, typer.Argument(metavar="PATH", help="A file, or a directory with a final slash.")],
     output_index: Annotated[int, typer.Option("--output", "-o", help="Number of the job's output.")] = 0,
-    if_exists: IfExists = "ask",
+    if_exists: IfTargetExists = "ask",
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
@@ -317,6 +319,8 @@ def export(
     from tinsmith.batch.formats.lines import LinesWriter
 
     with _client() as client:
+        if if_exists == "resume":
+            raise UserError("--if-exists is 'resume', which is for jobs; it must be error, overwrite or ask")
         choice = _if_exists(if_exists, [LinesWriter(target)] if not target.endswith("/") else [], yes)
         info = Job(job_id, client).export(target, output_index, choice)
     print_result(as_json, info.to_dict(), _describe_output(info.to_dict()))
@@ -468,7 +472,7 @@ def _find_format(registry: Registry[T], text: str) -> T:
     try:
         return registry.find(format_of(text))(text)  # type: ignore[call-arg]
     except UserError as error:
-        names = ", ".join(registry.names())
+        names = ", ".join(name for name in registry.names() if name != "collected")  # that one is of dry runs
         raise UserError(f"the format of {text!r} is not known by its ending: write FORMAT:{text} ({names})") from error
 
 
@@ -476,6 +480,8 @@ def _if_exists(flag: str, writers: list[OutputWriter], yes: bool) -> str:
     """The job's `if_exists`; for `ask`, asks if an output exists."""
     from tinsmith.batch.formats.publishing import check_output
 
+    if flag not in IF_EXISTS:
+        raise UserError(f"--if-exists is {flag!r}; it must be one of {', '.join(IF_EXISTS)}")
     if flag != "ask":
         return flag
     for writer in writers:

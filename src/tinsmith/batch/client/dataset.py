@@ -35,6 +35,7 @@ from tinsmith.batch.client.options import (
     check_options,
     check_step_options,
     spec_fields,
+    writers_of,
 )
 from tinsmith.batch.formats import input_versions, registry
 from tinsmith.batch.formats.offset_cache import cache_directory
@@ -44,6 +45,7 @@ from tinsmith.batch.formats.registry import (
     FORMAT_OF,
     InputReader,
     OutputWriter,
+    absolute_path,
     format_of,
     request_dict,
 )
@@ -161,8 +163,7 @@ class Dataset:
         input here. With an `output`, raises UserError for results that it could not hold; nothing is written."""
         result = self._run_here(rows, None)
         if output is not None:
-            writers = [output] if isinstance(output, OutputWriter) else list(output)
-            local_run.check_outputs(result, writers)
+            local_run.check_outputs(result, writers_of(output))
         return result
 
     def _run_here(self, max_rows: int | None, max_results: int | None) -> DryRun:
@@ -335,7 +336,7 @@ class Dataset:
                 f"resume_from={int(options['resume_from'])} belongs to the first output that this data set was "
                 "written to; map the rows again, without resume_from, for another job"
             )
-        outputs = [output] if isinstance(output, OutputWriter) else list(output)
+        outputs = writers_of(output)
         client = options.get("client") or Client()
         last = None
         if options.get("if_exists") == "resume":
@@ -388,7 +389,10 @@ class Dataset:
         """How the input differs from the one that a job read; empty if it does not, or cannot be read from here."""
         try:
             if before is not None:
-                input_versions.check(before, self.reader.version())
+                reader = self.reader
+                if reader.in_store:  # the server has an absolute path
+                    reader = replace(reader, path=absolute_path(reader.path))
+                input_versions.check(before, reader.version())
         except input_versions.InputChangedError as error:
             return str(error)
         except OSError:

@@ -197,9 +197,22 @@ def _check_name(writer: OutputWriter, target: str) -> None:
     kind = "a directory (with a final slash)" if writer.is_directory else "a file"
     if writer.is_directory != target.endswith("/"):
         raise UserError(f"the target is {target!r}; it must be {kind}, as the output {writer.path} is")
+    formats = [_format_by_ending(path) for path in (target, writer.path)]
+    if None not in formats and formats[0] != formats[1]:
+        raise UserError(
+            f"the target is {target!r}, and an export has the bytes of the output {writer.path}; end it as that, and "
+            "convert it with batch.load(PATH)"
+        )
     for packing in COMPRESSED_ENDINGS:
         if writer.path.endswith(packing) != target.endswith(packing):
             raise UserError(f"the target is {target!r}; it must end in {packing} if and only if {writer.path} does")
+
+
+def _format_by_ending(path: str) -> str | None:
+    try:
+        return format_of(path)
+    except UserError:
+        return None
 
 
 class JobFailedError(RuntimeError):

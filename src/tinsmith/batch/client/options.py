@@ -8,7 +8,7 @@ A type checker reads the dictionaries here, so it needs the names and types of o
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypedDict
 
 from tinsmith.batch.client import habits
@@ -95,8 +95,8 @@ ENCODERS: dict[str, Callable[[Any], object]] = {
     "activate_env": os.path.expanduser,
     "errors": request_dict,
     "python": os.path.expanduser,
-    "resume_from": int,
-    "retry_on": lambda classes: [data if isinstance(data, str) else data.__qualname__ for data in classes],
+    "resume_from": lambda job: int(job) if hasattr(job, "__int__") else job,
+    "retry_on": lambda classes: _names_of(classes) if isinstance(classes, Sequence | set) else classes,
 }
 """Options whose values are not those of their fields."""
 ARGUMENTS = ("fn_args", "fn_kwargs", "fn_constructor_args", "fn_constructor_kwargs")
@@ -125,6 +125,20 @@ def spec_fields(options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _names_of(classes: Iterable[object]) -> object:
+    """Classes of errors by their names. The check of the specification refuses other values."""
+    return classes if isinstance(classes, str) else [getattr(data, "__qualname__", data) for data in classes]
+
+
+def writers_of(output: object) -> list[OutputWriter]:
+    """The writers of an `output`. Raises ValueError unless it is one, or a list of them."""
+    writers = [output] if isinstance(output, OutputWriter) else output
+    for writer in writers if isinstance(writers, list | tuple) else [output]:
+        if not isinstance(writer, OutputWriter):
+            raise ValueError(f"an output is {writer!r}; it must be a writer, such as batch.JsonWriter(PATH)")
+    return list(writers)  # pyright: ignore[reportArgumentType]  checked above
+
+
 def check_options(options: Mapping[str, Any]) -> None:
     """Raises NotSupportedError for an option that no method has."""
     option_names = sorted(JobOptions.__annotations__)
@@ -136,6 +150,12 @@ def check_step_options(options: Mapping[str, Any], method: str, is_class: bool) 
     effective = {name for name in StepOptions.__annotations__ if options.get(name) not in (None, False, [], {}, ())}
     if refused := sorted(effective - {*STEP_OPTIONS[method]}):
         raise NotSupportedError(f"{method} has no option {refused}: {OPTION_ADVICE[method]}")
+    for name in {"fn_kwargs", "fn_constructor_kwargs"} & effective:
+        if not isinstance(options[name], Mapping):
+            raise ValueError(f"{name} is {options[name]!r}; it must be a dict of arguments by name")
+    removed = options.get("remove_columns")
+    if "remove_columns" in effective and not isinstance(removed, str | list | tuple | set):
+        raise ValueError(f"remove_columns is {removed!r}; it must be the name of a column, or a list of names")
     if options.get("batched") is False and (method == "map_batches" or options.get("batch_format") is not None):
         raise ValueError("batched is False, but the function gets batches; leave batched out, or use map without it")
     of_class = sorted({"fn_constructor_args", "fn_constructor_kwargs"} & effective)

@@ -16,7 +16,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import orjson
 
@@ -35,6 +35,9 @@ from tinsmith.batch.types import OutputInfo, PartInfo, Row, RowRange
 from tinsmith.errors import UserError
 from tinsmith.storage.locations import open_object
 
+if TYPE_CHECKING:
+    import _csv
+
 FIELD_BYTES = 128 * 1024 * 1024
 PAGE_ROWS = 1024
 
@@ -51,10 +54,9 @@ class CsvReader(LinesReader):
             _check_delimiter(self.delimiter)
 
     def unroll(self, location: str) -> Iterator[bytes]:
-        csv.field_size_limit(FIELD_BYTES)
         tabs = ".tsv" in self.path.rpartition("/")[2]
         with io.TextIOWrapper(open_object(location), "utf-8-sig", newline="") as text:
-            lines = csv.reader(text, delimiter=self.delimiter or ("\t" if tabs else ","), strict=True)
+            lines = _read_lines(text, self.delimiter or ("\t" if tabs else ","))
             header = next(lines, None)
             if header is not None and len(set(header)) < len(header):
                 twice = sorted({name for name in header if header.count(name) > 1})
@@ -153,12 +155,17 @@ class CsvWriter(FileWriter):
 
     def _lines_in(self, source: IO[bytes]) -> Generator[list[str]]:
         with io.TextIOWrapper(source, "utf-8", newline="") as text:
-            yield from csv.reader(text, delimiter=self.delimiter, strict=True)
+            yield from _read_lines(text, self.delimiter)
 
     def _encode(self, lines: Sequence[Sequence[str]]) -> bytes:
         text = io.StringIO(newline="")
         csv.writer(text, delimiter=self.delimiter, lineterminator="\n").writerows(lines)
         return text.getvalue().encode()
+
+
+def _read_lines(text: IO[str], delimiter: str) -> _csv.Reader:
+    csv.field_size_limit(FIELD_BYTES)  # of the whole process, 128 KiB by default
+    return csv.reader(text, delimiter=delimiter, strict=True)
 
 
 def _text(value: object) -> str:

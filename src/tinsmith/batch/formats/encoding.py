@@ -9,13 +9,16 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Sequence
+from datetime import date
 from decimal import Decimal
 from pathlib import PurePath
+from typing import Any
 
 import orjson
 
 from tinsmith.batch.types import Row
 
+LARGE = 2.0**63
 OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
@@ -27,6 +30,20 @@ def encode(row: object) -> bytes:
         if "64-bit" in str(error):  # Python's own encoder takes integers of any size
             return json.dumps(row, default=_plain, ensure_ascii=False, separators=(",", ":")).encode()
         raise TypeError(_explain_type_error(row, error)) from None
+
+
+def decode(line: bytes) -> Any:  # noqa: ANN401  a JSON value
+    """The value of a JSON text; integers of any size are exact. Raises orjson.JSONDecodeError."""
+    value = orjson.loads(line)
+    return json.loads(line) if _has_large_float(value) else value  # orjson makes floats of integers beyond 64 bits
+
+
+def _has_large_float(value: object) -> bool:
+    if isinstance(value, float):
+        return not -LARGE < value < LARGE
+    if isinstance(value, dict):
+        return any(map(_has_large_float, value.values()))
+    return isinstance(value, list) and any(map(_has_large_float, value))
 
 
 def select_columns(row: Row, columns: str | Sequence[str] | None) -> Row:
@@ -60,6 +77,8 @@ def _plain(value: object) -> object:
         return base64.b64encode(value).decode()
     if isinstance(value, PurePath | Decimal):
         return str(value)
+    if isinstance(value, date):  # of a subclass, such as a timestamp of pandas, which may be no date at all
+        return value.isoformat() if value == value else None
     if hasattr(value, "tolist"):  # numpy values that orjson does not know, and torch tensors
         return value.tolist()  # type: ignore[attr-defined]
     raise TypeError(f"a {type(value).__module__}.{type(value).__name__} cannot be written as JSON; convert it first")

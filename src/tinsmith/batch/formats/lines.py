@@ -24,7 +24,7 @@ from typing import IO, NamedTuple
 import orjson
 
 from tinsmith.batch.formats import publishing
-from tinsmith.batch.formats.encoding import encode, select_columns
+from tinsmith.batch.formats.encoding import decode, encode, select_columns
 from tinsmith.batch.formats.file_split import check_rows_per_file, publish_split, rows_per_file_field, split_items
 from tinsmith.batch.formats.input_versions import InputChangedError
 from tinsmith.batch.formats.offset_cache import cached
@@ -124,14 +124,14 @@ class JsonReader(LinesReader):
         if head.removeprefix(BYTE_ORDER_MARK).lstrip(SPACES)[:1] != b"[":
             return None
         try:
-            elements = orjson.loads(store.get(key).removeprefix(BYTE_ORDER_MARK))
+            elements = decode(store.get(key).removeprefix(BYTE_ORDER_MARK))
         except orjson.JSONDecodeError:
             return None  # lines that happen to be arrays; `parse` refuses them
-        return (orjson.dumps(element) for element in elements)
+        return (encode(element) for element in elements)
 
     def parse(self, line: bytes, location: str, row: int) -> Row:
         try:
-            value = orjson.loads(line.strip(SPACES))
+            value = decode(line.strip(SPACES))
         except orjson.JSONDecodeError as error:
             raise ValueError(f"row {row} of {location} is not JSON: {error}: {_excerpt(line)}") from None
         if not isinstance(value, dict):
@@ -328,7 +328,7 @@ class JsonWriter(LinesWriter):
         return encode(select_columns(row, self.column))
 
     def row(self, line: bytes) -> Row:
-        return orjson.loads(line)
+        return decode(line)
 
 
 @OUTPUT_WRITER_REGISTRY.type_register(name="text")

@@ -15,6 +15,7 @@ To add a format: one module here with its reader and writer, each with a `type_r
 from __future__ import annotations
 
 import ast
+import gzip
 import hashlib
 import importlib
 import inspect
@@ -36,7 +37,7 @@ from tinsmith.batch.formats.input_versions import Version
 from tinsmith.batch.formats.pages import Page
 from tinsmith.batch.formats.schemas import Schema
 from tinsmith.batch.types import OutputInfo, PartInfo, ProgramError, Row, RowRange
-from tinsmith.errors import UserError
+from tinsmith.errors import TinsmithError, UserError
 from tinsmith.storage.locations import locations
 
 Kind = TypeVar("Kind")
@@ -190,10 +191,21 @@ class InputReader(ReaderOrWriter, ABC):
 
     def open_files(self, names: Sequence[str], open_file: Callable[[str], Opened]) -> list[Opened]:
         """The files at these locations. Raises FileNotFoundError if one is missing, or if there are none, except in a
-        directory that a job without rows has published."""
+        directory that a job without rows has published; UserError for one that is not of the format."""
+
+        def open_named(location: str) -> Opened:
+            try:
+                return open_file(location)
+            except (OSError, TinsmithError) as error:
+                if not isinstance(error, gzip.BadGzipFile):
+                    raise
+                raise UserError(f"{location} cannot be read: {error}") from error
+            except Exception as error:  # of a library that reads or unpacks the format
+                raise UserError(f"{location} cannot be read: {error}") from error
+
         try:
             if names or publishing.is_published(self.path):
-                return [open_file(location) for location in names]
+                return [open_named(location) for location in names]
         except FileNotFoundError:
             pass
         raise FileNotFoundError(f"no file matches {self.path}")

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
+import sys
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import closing
@@ -125,7 +127,7 @@ class _FunctionStep:
         options = mapper.options
         self._kind = mapper.kind
         self._run = run
-        self._call = mapper.instance()
+        self._call = _in_this_process(mapper.instance())
         self._spec = spec
         self._feed = feed
         self._allows_any_number = mapper.kind in ("filter", "flat") or options.get("rows", spec.rows) == "any"
@@ -149,6 +151,21 @@ class _FunctionStep:
         if self._removed_columns:
             columns = {name: value for name, value in row.items() if name not in self._removed_columns}
         return {**columns, **result}
+
+
+def _in_this_process(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The function; a process that it forks ends with it, since the rest of the batch is this process's work."""
+    pid = os.getpid()
+
+    def call_here(*arguments: Any) -> Any:  # noqa: ANN401  what the user's function takes and returns
+        try:
+            return call(*arguments)
+        finally:
+            if os.getpid() != pid:
+                sys.stdout.flush()
+                os._exit(1)
+
+    return call_here
 
 
 class _RowStep(_FunctionStep):
@@ -277,9 +294,15 @@ def convert_batch(rows: list[Row], batch_format: str) -> object:
     if batch_format == "pyarrow":
         import pyarrow
 
-        return pyarrow.Table.from_pylist(rows)
-    columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
+        # Without names, the table has the columns of the first row alone.
+        return pyarrow.Table.from_pylist([dict.fromkeys(_columns_of(rows)) | row for row in rows])
+    columns = {name: [row.get(name) for row in rows] for name in _columns_of(rows)}
     return {name: _array(values) for name, values in columns.items()} if batch_format == "numpy" else columns
+
+
+def _columns_of(rows: list[Row]) -> list[str]:
+    """The columns of all rows, in the order in which they first appear."""
+    return list(dict.fromkeys(name for row in rows for name in row))
 
 
 def _array(values: list[Any]) -> Any:  # noqa: ANN401
