@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Sequence
 from datetime import date
 from decimal import Decimal
@@ -19,6 +20,8 @@ import orjson
 from tinsmith.batch.types import Row
 
 LARGE = 2.0**63
+MANY_DIGITS = re.compile(rb"\d{19}")
+"""What every integer beyond 64 bits has."""
 OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
@@ -35,7 +38,8 @@ def encode(row: object) -> bytes:
 def decode(line: bytes) -> Any:  # noqa: ANN401  a JSON value
     """The value of a JSON text; integers of any size are exact. Raises orjson.JSONDecodeError."""
     value = orjson.loads(line)
-    return json.loads(line) if _has_large_float(value) else value  # orjson makes floats of integers beyond 64 bits
+    # orjson makes floats of integers beyond 64 bits.
+    return json.loads(line) if MANY_DIGITS.search(line) and _has_large_float(value) else value
 
 
 def _has_large_float(value: object) -> bool:
