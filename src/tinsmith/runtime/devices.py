@@ -124,7 +124,7 @@ def free_bytes(device: torch.device | str) -> int:
     return read_memory(device)[0]
 
 
-def unused_bytes(device: torch.device) -> int:
+def count_unused_bytes(device: torch.device) -> int:
     """Bytes that torch's allocator holds of the device and nothing uses."""
     module = _module(device.type)
     if not hasattr(module, "memory_reserved"):
