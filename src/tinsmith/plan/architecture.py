@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from tinsmith.errors import SettingsError
+from tinsmith.plan.fused_layers import has_fusable_layers, has_plain_arithmetic
 from tinsmith.plan.mixers import MixerLinears, count_saved_activations, count_state_elements, is_mixer, is_whole
 from tinsmith.types import CONFIG_DEFAULTS, VISION_TYPES
 
@@ -27,11 +28,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 Config = Mapping[str, object]
-
-FUSED_LAYERS = frozenset(
-    {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "Qwen3VLTextDecoderLayer"}
-)
-"""Layers that `backends.torch.transformer` implements."""
 
 UNADAPTED_LINEARS = frozenset({"gate", "router", "shared_expert_gate", "wg", "indexer"})
 """Names of linears that choose experts, since training them on part of the batch would change the routing of all, and
@@ -240,6 +236,8 @@ def read_stored_dtype(config: Config) -> str:
 
 @lru_cache(maxsize=64)
 def _read(text: str) -> Architecture:
+    from torch import nn
+
     config_dict = cast("dict[str, object]", json.loads(text, object_hook=_number))
     model = _on_meta(config_dict)
     mark_experts(model)
@@ -281,7 +279,7 @@ def _read(text: str) -> Architecture:
         - ends
         - vision_parameters
         - sum(linear.num_parameters for linear in linears),
-        has_fused_layers=all(type(layer).__name__ in FUSED_LAYERS for layer in getattr(decoder, "layers", [None])),
+        has_fused_layers=has_fusable_layers(decoder, nn.Linear) and has_plain_arithmetic(decoder, config),
         vision_parameters=vision_parameters,
         tower_activations=tower_activations(model.config) if vision_parameters else 0.0,
         attention_layers=attention_layers,
