@@ -350,9 +350,13 @@ def fake_cuda(*, pages: bool = True, grouped: bool = True) -> Iterator[FakeDevic
             stack.enter_context(mock.patch.object(holder, name, lambda *_, value=value, **__: value))
         for kind, name in ((CustomRun, "weights"), (CustomRun, "finish"), (vision._QwenTower, "read")):
             stack.enter_context(mock.patch.object(kind, name, _on_host(getattr(kind, name))))
-        for name in ("find_norm_form", "find_mlp_form", "find_rotation_kinds", "find_activation"):
-            function = _on_host(getattr(module_kernels, name))  # they compare values
-            stack.enter_context(mock.patch.object(module_kernels, name, function))
+        for holder, name in (
+            (module_kernels, "find_norm_form"),
+            (module_kernels, "find_mlp_form"),
+            (module_kernels, "find_rotation_kinds"),
+            (moe, "find_activation"),
+        ):
+            stack.enter_context(mock.patch.object(holder, name, _on_host(getattr(holder, name))))  # they compare values
         stack.enter_context(mock.patch.object(vision._QwenTower, "features", _qwen_features))
         stack.enter_context(mock.patch.object(torch.cuda, "Event", Event))
         stack.enter_context(mock.patch.object(torch.cuda, "current_stream", Stream))

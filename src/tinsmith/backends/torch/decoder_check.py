@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from tinsmith.backends.torch.attention import AttentionOptions, AttentionPlan, Mixer
 from tinsmith.backends.torch.lora_batch import LoRABatch, Segment
+from tinsmith.backends.torch.probes import draw
 from tinsmith.backends.torch.transformer import Decoder
 
 NUM_ROWS, NUM_GROUPS = 32, 4
@@ -48,15 +49,11 @@ class _Recorder:
         self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, **options: Unpack[AttentionOptions]
     ) -> Tensor:
         self.calls.setdefault(layer, []).append(((q_THD, k_TGD, v_TGD), options))
-        out_THD = random_rows(*q_THD.shape[:2], v_TGD.shape[2], seed=1).to(v_TGD)
+        out_THD = draw(*q_THD.shape[:2], v_TGD.shape[2], seed=1).to(v_TGD)
         return out_THD * self.scale_T[:, None, None]
 
     def mix(self, mixer: Mixer, x_TD: Tensor) -> Tensor:
         raise AssertionError("fused layers keep no states")
-
-
-def random_rows(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def measure_difference(decoder: Decoder, modules: nn.Module, forward: Forward, vocab: int, context: int) -> float:
@@ -68,7 +65,7 @@ def measure_difference(decoder: Decoder, modules: nn.Module, forward: Forward, v
     rows_T = torch.arange(NUM_ROWS, device=device)
     scale_T = torch.tensor([1.0, SMALL] * 2, device=device, dtype=dtype).repeat(NUM_ROWS // NUM_GROUPS)
     attention_scale_T = torch.tensor([1.0, 1.0, 0.0, 0.0], device=device, dtype=dtype).repeat(NUM_ROWS // NUM_GROUPS)
-    x_TD = random_rows(NUM_ROWS, embed.weight.shape[1], seed=0).to(device, dtype) * scale_T[:, None]
+    x_TD = draw(NUM_ROWS, embed.weight.shape[1], seed=0).to(device, dtype) * scale_T[:, None]
     positions_T = rows_T * (context - 1) // (NUM_ROWS - 1)
     tokens_T, lora_batch = rows_T * 7 % vocab, LoRABatch([Segment(0, NUM_ROWS, None)])
     expected, actual = _Recorder(attention_scale_T), _Recorder(attention_scale_T)
