@@ -272,7 +272,8 @@ def dispatch_chosen_rows(decoder: nn.Module, context: ForwardContext) -> None:
     weight, which is zero for others. Raises SettingsError if a row chooses several: experts get weighted inputs.
     """
     for module in decoder.modules():
-        if type(module).__name__ == "Llama4TextMoe":
+        experts: Any = getattr(module, "experts", None)
+        if isinstance(experts, MultiLoRAExperts) and hasattr(experts.module, "is_swapped_by_peft"):
             if module.top_k != 1:
                 raise SettingsError(f"num_experts_per_tok is {module.top_k}; experts of Llama 4 are served with 1")
             module.forward = partial(_forward_weighted_inputs, module, module.forward, context)
