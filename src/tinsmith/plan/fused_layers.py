@@ -55,8 +55,7 @@ def _is_fusable(layer: nn.Module, linear: type[nn.Module], width: int, head_dim:
         return False
     if any(len({modules[name].bias is None for name in names}) > 1 for names in (QKV, GATE_UP)):
         return False
-    (hidden, queries), *others, (outputs, back) = (_sizes(modules[name]) for name in (*QKV, OUT))
-    keys, values = others
+    (hidden, queries), keys, values, (outputs, back) = (_sizes(modules[name]) for name in (*QKV, OUT))
     gate, up, down = (_sizes(modules[name]) for name in (*GATE_UP, DOWN))
     return (
         modules["self_attn"].head_dim == head_dim
