@@ -106,9 +106,9 @@ def test_what_engines_count_is_recorded_once(harness: Harness) -> None:
     total = MachineWork()
     for period in harness.services.machine_history.list_periods(LEVELS["month"], now()):
         if period.base_model == BASE:
-            total.add(period.work)
+            total.add(period.totals)
         else:
-            assert period.work.device_busy_s == pytest.approx(0.4 * period.work.device_s)
+            assert period.totals.device_busy_s == pytest.approx(0.4 * period.totals.device_s)
     assert total.observed_s == total.engine_s == pytest.approx(10 + 10 + 60)
     assert (total.training_s, total.sampling_s) == pytest.approx((4.0, 2.0))
     assert total.loading_s == pytest.approx(0.5 + 20.0), "an engine that starts is loading"

@@ -51,6 +51,7 @@ from tinsmith.backends.torch.custom_loss import CustomRun
 from tinsmith.backends.torch.model import BaseModel, _attention_implementation
 from tinsmith.backends.torch.state_steps import StateSlots
 from tinsmith.backends.torch.vision import Features, Vision
+from tinsmith.plan import fused_layers
 from tinsmith.samplers.local import engine, kv_cache, paged_attention, state_pool
 from tinsmith.types import ModelShape
 
@@ -350,9 +351,15 @@ def fake_cuda(*, pages: bool = True, grouped: bool = True) -> Iterator[FakeDevic
             stack.enter_context(mock.patch.object(holder, name, lambda *_, value=value, **__: value))
         for kind, name in ((CustomRun, "weights"), (CustomRun, "finish"), (vision._QwenTower, "read")):
             stack.enter_context(mock.patch.object(kind, name, _on_host(getattr(kind, name))))
-        for name in ("find_norm_form", "find_mlp_form", "find_rotation_kinds", "find_activation"):
-            function = _on_host(getattr(module_kernels, name))  # they compare values
-            stack.enter_context(mock.patch.object(module_kernels, name, function))
+        for holder, name in (
+            (module_kernels, "find_norm_form"),
+            (module_kernels, "find_mlp_form"),
+            (module_kernels, "find_rotation_kinds"),
+            (moe, "find_activation"),
+            (fused_layers, "_is_silu"),
+            (fused_layers, "_rotates_halves"),
+        ):
+            stack.enter_context(mock.patch.object(holder, name, _on_host(getattr(holder, name))))  # they compare values
         stack.enter_context(mock.patch.object(vision._QwenTower, "features", _qwen_features))
         stack.enter_context(mock.patch.object(torch.cuda, "Event", Event))
         stack.enter_context(mock.patch.object(torch.cuda, "current_stream", Stream))

@@ -5,6 +5,7 @@ and what depends on answers of the driver (mocked): capabilities, free memory, s
 from __future__ import annotations
 
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
 
@@ -24,6 +25,7 @@ from tinsmith.backends.torch.trainer import DeterministicTrainer
 from tinsmith.cli import doctor
 from tinsmith.engine import __main__ as engine_main
 from tinsmith.errors import SettingsError
+from tinsmith.runtime import devices
 from tinsmith.samplers.local import kv_cache
 from tinsmith.settings import Settings
 from tinsmith.types import AdamParams, ModelShape, OptimStep, Pass, PassResult, SamplingParams
@@ -79,8 +81,12 @@ def test_grouped_products_are_chosen_by_capability(capability: tuple[int, int], 
 
 
 def test_keys_are_gathered_where_triton_is_not_installed() -> None:
-    with mock.patch.object(kv_cache, "find_spec", lambda name: None):
-        assert kv_cache.page_kernels.__wrapped__(DEVICE) is None
+    runs_triton = devices.runs_triton.__wrapped__
+    with mock.patch.object(devices, "find_spec", lambda name: None):
+        assert not runs_triton(DEVICE)
+    assert runs_triton(DEVICE) == (find_spec("triton") is not None)
+    with mock.patch.object(kv_cache, "runs_triton", lambda device: False):
+        assert kv_cache.page_kernels(DEVICE) is None
     assert kv_cache.page_kernels(torch.device("cpu")) is None
 
 

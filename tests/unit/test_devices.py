@@ -24,7 +24,7 @@ from tinsmith.engine import __main__ as engine_main
 from tinsmith.engine.layouts import read_memory as read_slots
 from tinsmith.errors import SettingsError
 from tinsmith.runtime import devices
-from tinsmith.runtime.devices import KINDS, choose_device, free_bytes, read_memory, unused_bytes
+from tinsmith.runtime.devices import KINDS, choose_device, count_unused_bytes, free_bytes, read_memory
 from tinsmith.settings import Settings
 
 GIB = 2**30
@@ -69,10 +69,10 @@ def test_a_device_is_chosen_by_name_alone(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_memory_is_what_the_driver_or_else_the_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "read_host_memory", lambda: (5 * GIB, 16 * GIB))
-    assert read_memory("cpu") == (5 * GIB, 16 * GIB) and unused_bytes(torch.device("cpu")) == 0
+    assert read_memory("cpu") == (5 * GIB, 16 * GIB) and count_unused_bytes(torch.device("cpu")) == 0
     replace_module(monkeypatch, "xpu", mem_get_info=lambda device: (3, 8), memory_reserved=lambda device: 7,
                    memory_allocated=lambda device: 5)  # fmt: skip
-    assert read_memory("xpu:1") == (3, 8) and unused_bytes(torch.device("xpu")) == 2
+    assert read_memory("xpu:1") == (3, 8) and count_unused_bytes(torch.device("xpu")) == 2
     assert engine_main._device_memory(Settings(device="xpu"), 1) == (3, False)
     assert read_slots(Settings(device="xpu")) == ([3], [8], False)
 

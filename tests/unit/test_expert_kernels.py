@@ -292,8 +292,21 @@ def test_a_block_table_covers_each_pair_once() -> None:
     assert groups_B == [0, 0, 2, 2, *[4] * (len(groups_B) - 4)]
 
 
-def test_the_gate_of_a_module_decides_whether_it_is_fused() -> None:
-    experts = make_experts(torch.float32)
-    assert experts.has_default_gate
-    experts.module.act_fn = nn.GELU()
-    assert not experts.has_default_gate
+def limited_gate(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.clamp(-10.0, 10.0).chunk(2, -1)
+    return nn.functional.silu(gate) * up
+
+
+def interleaved_gate(gate_up: torch.Tensor) -> torch.Tensor:
+    return nn.functional.silu(gate_up[..., ::2]) * gate_up[..., 1::2]
+
+
+def test_the_numbers_of_a_gate_decide_whether_it_is_fused() -> None:
+    module = make_experts(torch.float32).module
+    for activation, name in ((nn.SiLU(), "silu"), (nn.GELU("tanh"), "gelu"), (nn.GELU(), None), (nn.Tanh(), None)):
+        module.act_fn = activation
+        assert MultiLoRAExperts("mlp.experts", module, ForwardContext()).activation == name
+    module.act_fn = nn.SiLU()
+    for gate in (limited_gate, interleaved_gate):
+        vars(module)["_apply_gate"] = gate
+        assert MultiLoRAExperts("mlp.experts", module, ForwardContext()).activation is None

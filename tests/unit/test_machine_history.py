@@ -28,7 +28,7 @@ def total_of(history: MachineHistory, level: Level, at: float, base_model: str =
     total = MachineWork()
     for period in history.list_periods(level, at):
         if period.base_model == base_model:
-            total.add(period.work)
+            total.add(period.totals)
     return total
 
 
@@ -77,25 +77,25 @@ def test_a_step_that_ends_fills_the_time_that_it_took(db: Database) -> None:
     history, at = MachineHistory(db), START + 100
     history.add(HERE, at, {"base": work(10.0, 600.0, training_s=60.0, sampling_s=0.0, loading_s=0.0)})
     periods = history.list_periods(LEVELS["hour"], at)
-    trained = {period.began_at: period.work for period in periods if period.work.training_s}
+    trained = {period.began_at: period.totals for period in periods if period.totals.training_s}
     assert sorted(trained) == [at - 60.0 + 10.0 * index for index in range(6)]
     assert {round(part.training_s, 6) for part in trained.values()} == {10.0}
     assert {round(part.tenants["alice"][0], 6) for part in trained.values()} == {75.0}
-    assert [period.began_at for period in periods if period.work.observed_s] == [at - 10.0]
+    assert [period.began_at for period in periods if period.totals.observed_s] == [at - 10.0]
 
 
 def test_work_of_several_engines_is_spread_over_less_time(db: Database) -> None:
     history, at = MachineHistory(db), START
     history.add(HERE, at, {"base": MachineWork(observed_s=10.0, engine_s=20.0, training_s=20.0)})
     (period,) = history.list_periods(LEVELS["hour"], at)
-    assert (period.work.training_s, period.work.idle_s) == (20.0, 0.0)
+    assert (period.totals.training_s, period.totals.idle_s) == (20.0, 0.0)
 
 
 def test_work_at_the_moment_of_the_last_reading_is_not_lost(db: Database) -> None:
     history = MachineHistory(db)
     history.add(HERE, START, {"base": MachineWork(trained_tokens=5.0, tenants={"alice": (5.0, 0.0)})})
     (period,) = history.list_periods(LEVELS["hour"], START)
-    assert period.work.trained_tokens == 5.0 and period.work.tenants == {"alice": (5.0, 0.0)}
+    assert period.totals.trained_tokens == 5.0 and period.totals.tenants == {"alice": (5.0, 0.0)}
 
 
 def test_servers_of_one_period_work_at_the_same_time(db: Database) -> None:
@@ -105,5 +105,5 @@ def test_servers_of_one_period_work_at_the_same_time(db: Database) -> None:
         history.add(holder, 1010.0, {"base": work})
     total = MachineWork()
     for period in history.list_periods(LEVELS["day"], 1010.0):
-        total.add(period.work)
+        total.add(period.totals)
     assert (total.observed_s, total.trained_tokens, total.memory_byte_s) == (10.0, 200.0, 105.0)

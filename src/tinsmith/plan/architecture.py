@@ -7,6 +7,7 @@ model's files exist, `size_of_files` gives their actual bytes, which the count i
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import re
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from tinsmith.errors import SettingsError
+from tinsmith.plan.fused_layers import has_fusable_layers, has_plain_arithmetic
 from tinsmith.plan.mixers import MixerLinears, count_saved_activations, count_state_elements, is_mixer, is_whole
 from tinsmith.types import CONFIG_DEFAULTS, VISION_TYPES
 
@@ -27,11 +29,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 Config = Mapping[str, object]
-
-FUSED_LAYERS = frozenset(
-    {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "Qwen3VLTextDecoderLayer"}
-)
-"""Layers that `backends.torch.transformer` implements."""
 
 UNADAPTED_LINEARS = frozenset({"gate", "router", "shared_expert_gate", "wg", "indexer"})
 """Names of linears that choose experts, since training them on part of the batch would change the routing of all, and
@@ -45,17 +42,11 @@ STATE_KINDS = frozenset({"linear_attention", "conv", "hybrid"})
 OTHER_KINDS = frozenset({"mlp", "moe"})
 """Kinds of layers that compute each token separately."""
 
-WITHOUT_ATTENTION = frozenset({"falcon_mamba", "mamba", "mamba2"})
-"""Values of model_type whose layers are all stateful."""
-
 REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings")
 """Keys that transformers would replace by its own defaults, which a plan must not use."""
 
 OTHER_NAMES = {"max_position_embeddings": "model_max_length"}
 """Other names of these keys in some families."""
-
-UNMARKED_EXPERTS = frozenset({"Llama4TextExperts"})
-"""Modules of fused experts without transformers' description of their form."""
 
 EXPERT_COUNT_KEYS = ("num_experts_per_tok", "moe_k", "top_k")
 """Names of the number of experts per token in configurations."""
@@ -240,6 +231,8 @@ def read_stored_dtype(config: Config) -> str:
 
 @lru_cache(maxsize=64)
 def _read(text: str) -> Architecture:
+    from torch import nn
+
     config_dict = cast("dict[str, object]", json.loads(text, object_hook=_number))
     model = _on_meta(config_dict)
     mark_experts(model)
@@ -257,7 +250,9 @@ def _read(text: str) -> Architecture:
     attention_layers = (
         sum(kind in ATTENTION_KINDS or kind == "hybrid" for kind in kinds) if kinds else config.num_hidden_layers
     )
-    heads = cast(int, config.num_attention_heads) if attention_layers else 0
+    heads = cast(int, getattr(config, "num_attention_heads", 0)) if attention_layers else 0
+    if attention_layers and not heads:
+        raise _refusal(config_dict, "its configuration has no num_attention_heads")
     try:
         key_heads, key_dim, value_dim = _cache_dims(config, heads, linears) if attention_layers else (0, 0, 0)
     except RuntimeError as error:
@@ -281,7 +276,7 @@ def _read(text: str) -> Architecture:
         - ends
         - vision_parameters
         - sum(linear.num_parameters for linear in linears),
-        has_fused_layers=all(type(layer).__name__ in FUSED_LAYERS for layer in getattr(decoder, "layers", [None])),
+        has_fused_layers=has_fusable_layers(decoder, nn.Linear) and has_plain_arithmetic(decoder, config),
         vision_parameters=vision_parameters,
         tower_activations=tower_activations(model.config) if vision_parameters else 0.0,
         attention_layers=attention_layers,
@@ -305,10 +300,19 @@ def mark_experts(model: PreTrainedModel) -> None:
     [E, inputs, outputs]. PEFT takes their inputs for outputs.
     """
     for module in model.modules():
-        if type(module).__name__ in UNMARKED_EXPERTS:
+        if _is_unmarked_experts(module):
             attributes = {"has_gate": True, "has_bias": False, "has_post_expert_norm": False, "is_concatenated": True}
             for name, value in {**attributes, "is_transposed": True, "is_swapped_by_peft": True}.items():
                 setattr(module, name, value)
+
+
+def _is_unmarked_experts(module: nn.Module) -> bool:
+    """Whether a module computes all rows by each of its experts, and says nothing of the form of its weights."""
+    outer, down = (module._parameters.get(name) for name in ("gate_up_proj", "down_proj"))
+    if outer is None or down is None or outer.dim() != 3 or down.dim() != 3 or _is_experts(module):
+        return False
+    experts, inner, hidden = down.shape
+    return outer.shape == (experts, hidden, 2 * inner) and len(inspect.signature(module.forward).parameters) == 1
 
 
 def find_indivisible_reason(config: PreTrainedConfig) -> str:
@@ -366,17 +370,18 @@ def _on_meta(config_dict: dict[str, object]) -> PreTrainedModel:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     try:
-        config_class = type(AutoConfig.for_model(str(config_dict.get("model_type"))))
+        defaults = AutoConfig.for_model(str(config_dict.get("model_type")))
     except ValueError:
         raise _refusal(config_dict, "transformers does not support it") from None
+    config_class = type(defaults)
     text = cast("dict[str, object]", config_dict.get("text_config", config_dict))
     auto = AutoModelForCausalLM if text is config_dict else AutoModelForImageTextToText
     text = {**CONFIG_DEFAULTS.get(str(text.get("model_type")), {}), **text}
     for key in REQUIRED:
         if key == "num_hidden_layers" and isinstance(text.get("layers_block_type"), list):
             continue  # it has one entry per layer
-        if key == "num_attention_heads" and config_dict.get("model_type") in WITHOUT_ATTENTION:
-            continue
+        if key == "num_attention_heads" and not hasattr(defaults.get_text_config(), key):
+            continue  # its layers are all stateful
         value = text.get(key, text.get(config_class.attribute_map.get(key, OTHER_NAMES.get(key, key))))
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise SettingsError(f"{key} is {value!r}; it must be a positive integer")

@@ -1,7 +1,8 @@
 """Supported layers with a state instead of keys and values: their states, and which linears carry adapters.
 
 Facts about transformers' classes by name, read from modules on any device: `backends.torch.recurrent` runs these
-modules, and a plan counts them. A class that is not in `SAVED_PER_FEATURE` is refused. Does not import torch.
+modules, and a plan counts them. They stay lists: how a class exchanges its state was verified and its memory measured
+for each, and PEFT refuses linears by class. One that is not in `SAVED_PER_FEATURE` is refused. Does not import torch.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -124,7 +126,7 @@ def free_bytes(device: torch.device | str) -> int:
     return read_memory(device)[0]
 
 
-def unused_bytes(device: torch.device) -> int:
+def count_unused_bytes(device: torch.device) -> int:
     """Bytes that torch's allocator holds of the device and nothing uses."""
     module = _module(device.type)
     if not hasattr(module, "memory_reserved"):
@@ -136,6 +138,12 @@ def return_memory(device: torch.device) -> None:
     """Return unused memory to the driver, from which other processes allocate."""
     if empty := getattr(_module(device.type), "empty_cache", None):
         empty()
+
+
+@cache
+def runs_triton(device: torch.device) -> bool:
+    """Whether the device has kernels, and Triton, which compiles them, is installed."""
+    return kind_of(device).has_kernels and find_spec("triton") is not None
 
 
 def runs_kernels(x: torch.Tensor) -> bool:

@@ -82,10 +82,10 @@ class MachineObserver:
 
     def _observe_machine(self, elapsed_s: float) -> MachineWork:
         shares = self._utilisation.list_shares()
-        work = MachineWork(observed_s=elapsed_s)
+        observation = MachineWork(observed_s=elapsed_s)
         if shares:
-            work.device_s, work.device_busy_s = elapsed_s, elapsed_s * sum(shares) / len(shares)
-        return work
+            observation.device_s, observation.device_busy_s = elapsed_s, elapsed_s * sum(shares) / len(shares)
+        return observation
 
 
 def _observe(counts: EngineCounts, before: EngineCounts, states: list[str], elapsed_s: float) -> MachineWork:

@@ -295,8 +295,8 @@ class KeptSamples:
         if not model_id:
             return self._db.scalars(positions.where(of_tenant))[::-1]
         is_of_run = (KEPT_ANSWERS.c.tenant_id == tenant_id) & (KEPT_ANSWERS.c.model_id == model_id)
-        others = sa.select(sa.func.coalesce(_ALL_SAMPLES.c.weights, ""), _ALL_SAMPLES.c.prompt_digest)
-        trained = others.where(
+        groups = sa.select(sa.func.coalesce(_ALL_SAMPLES.c.weights, ""), _ALL_SAMPLES.c.prompt_digest)
+        trained = groups.where(
             _ALL_SAMPLES.c.tenant_id == tenant_id,
             _ALL_SAMPLES.c.request_id.in_(sa.select(KEPT_ANSWERS.c.request_id).where(is_of_run)),
         )

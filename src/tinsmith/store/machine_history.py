@@ -92,7 +92,7 @@ class Period:
 
     began_at: float
     base_model: str
-    work: MachineWork
+    totals: MachineWork
 
 
 class MachineHistory:
@@ -103,8 +103,8 @@ class MachineHistory:
         """Add the work of each base model since the last observation of this server, up to the moment `at`."""
         with self._db.write() as connection:
             for level in LEVELS.values():
-                for base_model, work in observations.items():
-                    for began_at, part in _split(work, at, level.step_s).items():
+                for base_model, observation in observations.items():
+                    for began_at, part in _split(observation, at, level.step_s).items():
                         _add_to_row(connection, (level.step_s, began_at, holder, base_model), part)
                 is_old = MACHINE_HISTORY.c.began_at <= at - level.span_s - level.step_s
                 connection.execute(MACHINE_HISTORY.delete().where(MACHINE_HISTORY.c.step_s == level.step_s, is_old))
@@ -116,13 +116,13 @@ class MachineHistory:
         since = at - level.span_s - level.step_s
         query = sa.select(MACHINE_HISTORY.c.began_at, MACHINE_HISTORY.c.base_model, *_COLUMNS)
         query = query.where(MACHINE_HISTORY.c.step_s == level.step_s, MACHINE_HISTORY.c.began_at > since)
-        work_by_period: dict[tuple[float, str], MachineWork] = defaultdict(MachineWork)
+        totals_by_period: dict[tuple[float, str], MachineWork] = defaultdict(MachineWork)
         for began_at, base_model, *values in self._db.rows(query):
-            work, total = _work_of(values), work_by_period[began_at, base_model]
-            observed_s = max(total.observed_s, work.observed_s)
-            total.add(work)
+            observation, total = _work_of(values), totals_by_period[began_at, base_model]
+            observed_s = max(total.observed_s, observation.observed_s)
+            total.add(observation)
             total.observed_s = observed_s
-        return [Period(*key, work) for key, work in sorted(work_by_period.items())]
+        return [Period(*key, totals) for key, totals in sorted(totals_by_period.items())]
 
 
 def _work_of(values: Sequence[object]) -> MachineWork:
@@ -145,14 +145,14 @@ def _add_to_row(connection: Connection, key: tuple[int, float, str, str], part: 
         connection.execute(MACHINE_HISTORY.update().where(is_row).values(**values))
 
 
-def _split(work: MachineWork, at: float, step_s: int) -> dict[float, MachineWork]:
-    """The parts of work that ended at `at`, by the beginnings of their periods."""
+def _split(observation: MachineWork, at: float, step_s: int) -> dict[float, MachineWork]:
+    """The parts of an observation that ended at `at`, by the beginnings of their periods."""
     parts: dict[float, MachineWork] = defaultdict(MachineWork)
-    engines = max(1.0, work.engine_s / work.observed_s if work.observed_s else 1.0)
+    engines = max(1.0, observation.engine_s / observation.observed_s if observation.observed_s else 1.0)
     spans = {
-        "training": max(work.observed_s, work.training_s / engines),
-        "sampling": max(work.observed_s, work.sampling_s / engines),
-        "loading": max(work.observed_s, work.loading_s / engines),
+        "training": max(observation.observed_s, observation.training_s / engines),
+        "sampling": max(observation.observed_s, observation.sampling_s / engines),
+        "loading": max(observation.observed_s, observation.loading_s / engines),
     }
     names = {
         "training": ("training_s", "trained_tokens"),
@@ -161,12 +161,12 @@ def _split(work: MachineWork, at: float, step_s: int) -> dict[float, MachineWork
     }
     names["observed"] = tuple(set(SUMS) - {name for group in names.values() for name in group})
     for kind, sums in names.items():
-        span_s = min(MAX_SPREAD_S, spans.get(kind, work.observed_s))
+        span_s = min(MAX_SPREAD_S, spans.get(kind, observation.observed_s))
         for began_at, share in _share_out(at - span_s, at, step_s):
             part = parts[began_at]
             for name in sums:
-                setattr(part, name, getattr(part, name) + share * getattr(work, name))
-            for tenant_id, (trained, sampled) in work.tenants.items():
+                setattr(part, name, getattr(part, name) + share * getattr(observation, name))
+            for tenant_id, (trained, sampled) in observation.tenants.items():
                 before = part.tenants.get(tenant_id, (0.0, 0.0))
                 of_training, of_sampling = share * (kind == "training"), share * (kind == "sampling")
                 if of_training * trained or of_sampling * sampled:

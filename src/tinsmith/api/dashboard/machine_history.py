@@ -52,9 +52,9 @@ def machine_history(call: Call, query: HistoryQuery) -> JsonObject:
             for base_model, of_model in sorted(by_model.items())
         ],
         "device": [
-            {"began_at": period.began_at, "utilisation": period.work.device_busy_s / period.work.device_s}
+            {"began_at": period.began_at, "utilisation": period.totals.device_busy_s / period.totals.device_s}
             for period in machine
-            if period.work.device_s
+            if period.totals.device_s
         ],
         "tenants": _list_tenants(periods) if is_operator else [],
     }
@@ -62,11 +62,11 @@ def machine_history(call: Call, query: HistoryQuery) -> JsonObject:
 
 def _describe_base_model(base_model: str, periods: Sequence[Period], tenant_id: str, is_operator: bool) -> JsonObject:
     """A base model's points and its total tokens; those sampled are None if they are not known in some period."""
-    sampled = [_count_visible_tokens(period.work, tenant_id, is_operator) for period in periods]
+    sampled = [_count_visible_tokens(period.totals, tenant_id, is_operator) for period in periods]
     visible = [tokens for tokens in sampled if tokens is not None]
     return {
         "base_model": base_model,
-        "trained_tokens": sum(period.work.trained_tokens for period in periods),
+        "trained_tokens": sum(period.totals.trained_tokens for period in periods),
         "sampled_tokens": sum(visible) if len(visible) == len(sampled) else None,
         "points": [_point(period, tokens) for period, tokens in zip(periods, sampled, strict=True)],
     }
@@ -74,7 +74,7 @@ def _describe_base_model(base_model: str, periods: Sequence[Period], tenant_id: 
 
 def _point(period: Period, sampled: float | None) -> JsonObject:
     """A period of a base model. Rates are per second of observation; shares are of its engines' time."""
-    totals = period.work
+    totals = period.totals
     observed_s = totals.observed_s or float("inf")
     busy_s = totals.training_s + totals.sampling_s + totals.loading_s
     whole_s = max(totals.engine_s, busy_s) or float("inf")  # steps may overlap, and be counted at their end
@@ -107,7 +107,7 @@ def _list_tenants(periods: Sequence[Period]) -> list[JsonObject]:
     """The tokens of each tenant in the span, with its share of both kinds; the most first."""
     total = MachineWork()
     for period in periods:
-        total.add(MachineWork(tenants=period.work.tenants))
+        total.add(MachineWork(tenants=period.totals.tenants))
     trained = sum(pair[0] for pair in total.tenants.values()) or float("inf")
     sampled = sum(pair[1] for pair in total.tenants.values()) or float("inf")
     rows: list[JsonObject] = [

@@ -139,7 +139,7 @@ def _bucket(start: float) -> JsonObject:
 @listing(
     "/billing/usage/checkpoints/current", "List stored checkpoints", answer=fields({"data": LIST}), query=ProjectQuery
 )
-def stored_checkpoints(call: Call, query: ProjectQuery) -> JsonObject:
+def list_stored_checkpoints(call: Call, query: ProjectQuery) -> JsonObject:
     totals: dict[str | None, tuple[int, int]] = {}
     for stored in call.services.usage.list_stored(call.tenant_id, query.project_id):
         count, size_bytes = totals.get(stored.project_id, (0, 0))

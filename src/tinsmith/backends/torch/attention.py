@@ -52,8 +52,8 @@ _HARMLESS_KEYWORDS = frozenset(
 CHUNKED = "chunked_attention"
 """The kind of layers whose rows see their own chunk of the sequence."""
 
-INDEXED = frozenset({"DeepseekV32Attention", "GlmMoeDsaAttention"})
-"""Attention over the tokens that an indexer selects."""
+INDEXED = "indexed_attention"
+"""The kind of layers whose rows see the tokens that an indexer selects."""
 
 MAX_PADDING = 0.25
 """A sequence joins a group of longer ones only if at most this share of its row is padding (or 16 rows)."""
@@ -593,7 +593,7 @@ def select_all_tokens(decoder: nn.Module) -> None:
     model's own forward, indexers are unchanged.
     """
     for module in decoder.modules():
-        if type(module).__name__ in INDEXED:
+        if hasattr(module, "indexer") and _kind_of_layer(module) == INDEXED:
             module.forward = partial(_forward_without_mask, module.forward)
             if isinstance(module.indexer, nn.Module):
                 module.indexer.forward = partial(_select_all_tokens, module.indexer.forward)
@@ -675,10 +675,13 @@ def _dispatch(
 def attention_chunk(module: nn.Module) -> Window | None:
     """The chunk of a layer whose own mask has chunks, which transformers does not pass to attention (Llama 4)."""
     config: Any = getattr(module, "config", None)
-    kinds = getattr(config, "layer_types", None)
-    if not kinds or kinds[cast(int, module.layer_idx)] != CHUNKED:
-        return None
-    return Window(config.attention_chunk_size, chunked=True)
+    return Window(config.attention_chunk_size, chunked=True) if _kind_of_layer(module) == CHUNKED else None
+
+
+def _kind_of_layer(attention: nn.Module) -> str | None:
+    """None where the configuration does not tell layers apart."""
+    kinds: Sequence[str] | None = getattr(getattr(attention, "config", None), "layer_types", None)
+    return kinds[cast(int, attention.layer_idx)] if kinds else None
 
 
 def _options(module: nn.Module, query: Tensor, kwargs: dict[str, object]) -> AttentionOptions:

@@ -54,7 +54,7 @@ from tinsmith.plan.memory import (
     chunk_rows,
     training_bytes,
 )
-from tinsmith.runtime.devices import free_bytes, kind_of, read_memory, return_memory, unused_bytes
+from tinsmith.runtime.devices import count_unused_bytes, free_bytes, kind_of, read_memory, return_memory
 from tinsmith.runtime.sizes import format_bytes
 from tinsmith.types import LoraSpec, ModelShape, OptimParams, OptimStep, Pass
 
@@ -193,7 +193,7 @@ class TorchBackend:
             return None
         free, total = read_memory(device)
         sizes, longest = self._trainer.sizes, self._base.max_context_length
-        return divide(free + unused_bytes(device), total, step.activations, sizes, longest, step.sampling_bytes)
+        return divide(free + count_unused_bytes(device), total, step.activations, sizes, longest, step.sampling_bytes)
 
     def kernels(self) -> dict[str, str]:
         """The kernels in use on this device, for the log."""

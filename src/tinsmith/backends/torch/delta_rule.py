@@ -23,6 +23,7 @@ tensors are [N, n, G, R, C, ..], where queries and keys have 1 for R.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import NamedTuple, cast
 
 import torch
@@ -77,6 +78,7 @@ def run_gated_delta(  # noqa: PLR0913 - the arguments of the function that it re
     return out.flatten(2, 3), state.flatten(1, 2) if output_final_state else None
 
 
+@cache  # all layers of a class call the same function
 def equals_gated_delta(function: Callable[..., object]) -> bool:
     """Whether a function of a modeling file returns what `run_gated_delta` does on random numbers on the host, with a
     gate for each head or one for each channel.

@@ -14,14 +14,12 @@ Shapes: T rows, I inputs, O outputs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 
 import torch
 from torch import Tensor, nn
 
-from tinsmith.backends.torch.lora import DeviceLoRABatch, ForwardContext
-from tinsmith.backends.torch.lora_batch import AdapterGroup
+from tinsmith.backends.torch.lora import ForwardContext
 from tinsmith.backends.torch.quantised_linear import QuantisedLinear
 from tinsmith.runtime.devices import kind_of, runs_kernels
 
@@ -89,22 +87,10 @@ class Fp8Linear(QuantisedLinear):
         ones_1I = torch.ones(1, self.in_features, device=grad_TO.device)
         return _multiply(*quantised, codes_OI, ones_1I, grad_TO.dtype)
 
-    def forward_device_rows(
-        self, x_TI: Tensor, lora_batch: DeviceLoRABatch, out_dtype: torch.dtype | None = None
-    ) -> Tensor:
-        y_TO = self.forward_rows(x_TI, (), out_dtype)[0]
-        lora_batch.add_deltas_(self.delta, y_TO, x_TI)
-        return y_TO
-
-    def forward(self, x: Tensor) -> Tensor:
-        lora_batch = self._context.lora_batch
-        x_TI = x.reshape(-1, self.in_features)
-        if isinstance(lora_batch, DeviceLoRABatch):
-            return self.forward_device_rows(x_TI, lora_batch).view(*x.shape[:-1], -1)
-        adapter_groups: Sequence[AdapterGroup] = () if lora_batch is None else self.groups(lora_batch)
+    def forward_frozen(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled():
-            return self.forward_with_gradient(x, adapter_groups)
-        return self.forward_rows(x_TI, adapter_groups)[0].view(*x.shape[:-1], -1)
+            return self.forward_with_gradient(x, ())
+        return self.forward_rows(x.reshape(-1, self.in_features), ())[0].view(*x.shape[:-1], -1)
 
 
 def _multiply(codes_TI: Tensor, scale_T1: Tensor, codes_IO: Tensor, scale_1O: Tensor, dtype: torch.dtype) -> Tensor:

@@ -525,6 +525,10 @@ class LoRALinear:
         """[T, I]: the gradient of x that comes through W."""
         return matmul(grad_TO, self.weight, grad_TO.dtype)
 
+    def forward_frozen(self, x: Tensor) -> Tensor:
+        """y without adapters."""
+        return nn.functional.linear(x, self.weight, self.bias)
+
     def forward_rows(
         self,
         x_TI: Tensor,
@@ -546,7 +550,7 @@ class LoRALinear:
     ) -> Tensor:
         """y [T, O] of rows without gradients on a GPU."""
         if out_dtype in (None, x_TI.dtype):
-            y_TO = nn.functional.linear(x_TI, self.weight, self.bias)
+            y_TO = self.forward_frozen(x_TI)
         else:
             y_TO = self.forward_rows(x_TI, (), out_dtype)[0]
         lora_batch.add_deltas_(self.delta, y_TO, x_TI)
@@ -662,12 +666,12 @@ class MultiLoRALinear(LoRALinear, nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         lora_batch = self._context.lora_batch
         if lora_batch is None:
-            return nn.functional.linear(x, self.weight, self.bias)
+            return self.forward_frozen(x)
         if isinstance(lora_batch, DeviceLoRABatch):
             return self.forward_device_rows(x.reshape(-1, self.in_features), lora_batch).view(*x.shape[:-1], -1)
         adapter_groups = self.groups(lora_batch)
         if not adapter_groups:
-            return nn.functional.linear(x, self.weight, self.bias)
+            return self.forward_frozen(x)
         if torch.is_grad_enabled():
             return self.forward_with_gradient(x, adapter_groups)
         x_TI = x.reshape(-1, self.in_features)

@@ -27,7 +27,6 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import product
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -35,10 +34,11 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, silu
+from torch.nn.functional import silu
 
 from tinsmith.backends.torch.lora import ForwardContext, MultiLoRALinear
 from tinsmith.backends.torch.moe import MultiLoRAExperts
+from tinsmith.backends.torch.probes import GATED_ACTIVATIONS, TOLERANCE, UNEXPECTED, call, draw, is_near, measure_error
 from tinsmith.backends.torch.transformer import FusedLinear, load_layer_kernels
 from tinsmith.runtime.devices import runs_kernels
 
@@ -55,12 +55,6 @@ GATED_NAMES = (
     ("input_linear", "output_linear"),
 )
 """Names of an MLP's linears: of the gate, of what it multiplies, or of both in this order, and of the product."""
-
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6}
-"""The largest difference from a formula on random numbers, relative to the largest number."""
-
-UNEXPECTED = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, AssertionError)
-"""Errors of modules and functions with inputs that they do not expect: they compute something else."""
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"silu": silu, "sigmoid": torch.sigmoid}
 """Of the gates of norms."""
@@ -87,8 +81,8 @@ def swap_kernels(decoder: nn.Module, context: ForwardContext) -> SwappedKernels:
     swapped = SwappedKernels()
     for path, module in decoder.named_modules():
         if isinstance(module, MultiLoRAExperts):
-            if module.has_gate and (activation := find_activation(module.apply_gate)) is not None:
-                module.apply_gate = swapped.gates[path] = FusedGate(module.apply_gate, activation, context)
+            if module.activation is not None:
+                module.apply_gate = swapped.gates[path] = FusedGate(module.apply_gate, module.activation, context)
         elif "forward" in vars(module):
             continue
         elif (form := find_norm_form(module)) is not None:
@@ -196,10 +190,6 @@ class _JoinedGate:
         return load_layer_kernels().swiglu_gradient(grad, x, self._activation)
 
 
-GATED_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "silu": silu,
-    "gelu": partial(gelu, approximate="tanh"),
-}
 RECOMPUTED = {activation: _JoinedGate(activation) for activation in GATED_ACTIVATIONS}
 
 
@@ -270,8 +260,8 @@ def find_rotation_kinds(function: Callable[..., tuple[Tensor, Tensor]]) -> Rotat
     """None if the function does not rotate halves of heads, or has other parameters."""
     if list(inspect.signature(function).parameters) != ["q", "k", "cos", "sin", "unsqueeze_dim"]:
         return None
-    q, k = (_random(1, heads, 5, 8, seed=heads) for heads in (4, 2))
-    part, full = (tuple(_random(1, 5, width, seed=width + i) for i in range(2)) for width in (4, 8))
+    q, k = (draw(1, heads, 5, 8, seed=heads) for heads in (4, 2))
+    part, full = (tuple(draw(1, 5, width, seed=width + i) for i in range(2)) for width in (4, 8))
 
     def equals(cos_sin: tuple[Tensor, ...], expected_cos_sin: tuple[Tensor, ...]) -> bool:
         try:
@@ -279,7 +269,7 @@ def find_rotation_kinds(function: Callable[..., tuple[Tensor, Tensor]]) -> Rotat
         except UNEXPECTED:
             return False
         pairs = zip(actual, (rotate_reference(x, *expected_cos_sin) for x in (q, k)), strict=True)
-        return all(_is_near(*pair) for pair in pairs)
+        return all(is_near(*pair) for pair in pairs)
 
     rotates_all, rotates_part = equals(full, full), equals(part, part)
     shares_halves = not rotates_part and equals(part, tuple(torch.cat([x, x], -1) for x in part))
@@ -328,9 +318,9 @@ def find_norm_form(module: nn.Module) -> NormForm | None:
     num_inputs = len(inspect.signature(module.forward).parameters)
     if num_inputs not in (1, 2) or (num_inputs == 2 and weight is None):
         return None
-    x, gate = (_random(1, 3, size, seed=seed) for seed in range(2))
+    x, gate = (draw(1, 3, size, seed=seed) for seed in range(2))
     inputs = (x, gate)[:num_inputs]
-    probe_weight = None if weight is None else _random(size, seed=2)
+    probe_weight = None if weight is None else draw(size, seed=2)
     actual = {dtype: _run_probe(module, {"weight": probe_weight}, inputs, dtype) for dtype in TOLERANCE}
     candidates = []
     for form in _list_forms(module, size, has_gate=num_inputs == 2, has_weight=weight is not None):
@@ -339,7 +329,7 @@ def find_norm_form(module: nn.Module) -> NormForm | None:
             tensors = (None if y is None else y.to(dtype) for y in (x, probe_weight, gate if num_inputs == 2 else None))
             x_cast, weight_cast, gate_cast = tensors
             assert x_cast is not None
-            errors[dtype] = _error(result, norm_reference(x_cast, weight_cast, eps, form, gate_cast))
+            errors[dtype] = measure_error(result, norm_reference(x_cast, weight_cast, eps, form, gate_cast))
         if all(error < TOLERANCE[dtype] for dtype, error in errors.items()):
             candidates.append((errors[torch.bfloat16], form))
     return min(candidates, key=lambda pair: pair[0])[1] if candidates else None
@@ -357,14 +347,6 @@ def _list_forms(module: nn.Module, size: int, *, has_gate: bool, has_weight: boo
     return [form_of(False, rounds, activation, first, count) for rounds, activation, first, count in options]
 
 
-def find_activation(apply_gate: Callable[[Tensor], Tensor]) -> str | None:
-    """The activation of the first half of experts' columns, if it is multiplied by the second half."""
-    actual = _call(apply_gate, gate_up := _random(3, 16, seed=0))
-    gate, up = gate_up.chunk(2, -1)
-    names = (name for name, activate in GATED_ACTIVATIONS.items() if _is_near(actual, activate(gate) * up))
-    return next(names, None)
-
-
 class MLPForm(NamedTuple):
     names: tuple[str, ...]
     """Of its linears, as in GATED_NAMES."""
@@ -380,12 +362,12 @@ def find_mlp_form(module: nn.Module) -> MLPForm | None:
         outer = [nn.Linear(8, 24 // (len(names) - 1)) for _ in names[1:]]
         children = dict(zip(names, [*outer, down := nn.Linear(12, 8)], strict=True))
         for seed, parameter in enumerate(p for linear in children.values() for p in linear.parameters()):
-            parameter.copy_(_random(*parameter.shape, seed=seed))
-        x = _random(1, 3, 8, seed=9)
+            parameter.copy_(draw(*parameter.shape, seed=seed))
+        x = draw(1, 3, 8, seed=9)
         gate, up = torch.cat([linear(x) for linear in outer], -1).chunk(2, -1)
         actual = _run_probe(module, {}, (x,), torch.float32, children)
         for activation, activate in GATED_ACTIVATIONS.items():
-            if _is_near(actual, down(activate(gate) * up)):
+            if is_near(actual, down(activate(gate) * up)):
                 return MLPForm(names, activation)
     return None
 
@@ -402,32 +384,9 @@ def _run_probe(
     own_parameters = {name: nn.Parameter(x.to(dtype), False) for name, x in parameters.items() if x is not None}
     probe._parameters = {**module._parameters, **own_parameters}
     probe._modules = {**module._modules, **(children or {})}
-    return _call(probe.forward, *(x.to(dtype) for x in inputs))
-
-
-def _call(function: Callable[..., object], *inputs: Tensor) -> Tensor | None:
-    try:
-        result = function(*inputs)
-    except UNEXPECTED:
-        return None
-    return result if isinstance(result, Tensor) else None
+    return call(probe.forward, *(x.to(dtype) for x in inputs))
 
 
 def _eps_of(module: nn.Module) -> float | None:
     values = (getattr(module, name, None) for name in ("variance_epsilon", "eps"))
     return next((value for value in values if isinstance(value, float)), None)
-
-
-def _random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def _error(actual: Tensor | None, expected: Tensor) -> float:
-    """Relative to the largest number; infinite for results of other shapes or dtypes."""
-    if actual is None or actual.shape != expected.shape or actual.dtype != expected.dtype:
-        return float("inf")
-    return float((actual.float() - expected.float()).abs().max() / expected.float().abs().max())
-
-
-def _is_near(actual: Tensor | None, expected: Tensor) -> bool:
-    return _error(actual, expected) < TOLERANCE[torch.float32]

@@ -32,7 +32,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import grouped_mm
-from transformers.activations import SiLUActivation
 from transformers.integrations.moe import _default_apply_gate
 
 from tinsmith.backends.torch.adapters import Adapter, ExpertStack, Layout, Target, extend_rows
@@ -41,6 +40,7 @@ from tinsmith.backends.torch.host import upload
 from tinsmith.backends.torch.lora import DeviceLoRABatch, ForwardContext, anchor
 from tinsmith.backends.torch.lora_batch import BLOCK_ROWS, LoRABatch
 from tinsmith.backends.torch.matmul import add_matmul_, is_launch_bound, matmul, write_matmul_
+from tinsmith.backends.torch.probes import find_activation
 from tinsmith.errors import SettingsError
 from tinsmith.runtime.devices import kind_of
 
@@ -97,6 +97,8 @@ class MultiLoRAExperts(nn.Module):
         ] = {}  # by the id of a layout
         self.apply_gate = _choose_gate(experts, self.has_gate)
         """Maps [N, G] to [N, I]."""
+        self.activation = find_activation(self.apply_gate) if self.has_gate else None
+        """Of gates that are adjacent halves; None for others."""
 
     @property
     def module(self) -> nn.Module:
@@ -132,7 +134,7 @@ class MultiLoRAExperts(nn.Module):
     @property
     def is_fused(self) -> bool:
         """Whether backward needs no more of a pair than `saved_per_row`."""
-        return self.has_default_gate and self._is_grouped([])
+        return self.activation == "silu" and self._is_grouped([])
 
     @property
     def saved_per_row(self) -> int:
@@ -160,7 +162,7 @@ class MultiLoRAExperts(nn.Module):
         assert hidden_TD.shape == (lora_batch.num_rows, self.hidden_features)
         is_grouped = self._is_grouped([segment.adapter for segment in lora_batch.segments])
         pairs = _sort_pairs(index_Tk, lora_batch, self.num_experts, grouped=is_grouped)
-        call, is_fused = _Call(self, pairs, index_Tk, lora_batch), is_grouped and self.has_default_gate
+        call, is_fused = _Call(self, pairs, index_Tk, lora_batch), is_grouped and self.activation == "silu"
         if not torch.is_grad_enabled():
             if is_fused:
                 return call.fused(hidden_TD, weights_Tk)[0]
@@ -183,9 +185,9 @@ class MultiLoRAExperts(nn.Module):
 
         pairs = kernels.sort_pairs(index_Tk, self.num_experts)
         expert_N = pairs.index_nk.view(-1)
-        transposed, num_choices = self.transposed, index_Tk.shape[1]
+        num_choices = index_Tk.shape[1]
         x_ND = repeat_rows(hidden_TD, pairs.sorted_N, num_choices)
-        y_NG = grouped_mm(x_ND, self.outer_proj if transposed else self.outer_proj.mT, offs=pairs.ends_E)
+        y_NG = grouped_mm(x_ND, self.orient(self.outer_proj), offs=pairs.ends_E)
         if self.has_bias:
             y_NG += self.outer_bias.index_select(0, expert_N.index_select(0, pairs.pair_N))
         tables = [
@@ -199,7 +201,7 @@ class MultiLoRAExperts(nn.Module):
                     y_NG, u_PSTr, rows_T2, pairs, parts_P5, self.inner_features, layout.rank, hidden_TD
                 )
         inner_NI = self.apply_gate(y_NG)
-        y_ND = grouped_mm(inner_NI, self.down_proj if transposed else self.down_proj.mT, offs=pairs.ends_E)
+        y_ND = grouped_mm(inner_NI, self.orient(self.down_proj), offs=pairs.ends_E)
         if self.has_bias:
             y_ND += self.down_proj_bias.index_select(0, expert_N.index_select(0, pairs.pair_N))
         out_TD = combine_pairs(y_ND, pairs.sorted_N, num_choices, weights_Tk)
@@ -209,6 +211,10 @@ class MultiLoRAExperts(nn.Module):
                 u_1kTr = kernels.shrink_pairs(inner_NI, rows_T2, pairs, weights_Tk, parts_15, layout.rank)
                 lora_kernels.expand_(out_TD, u_1kTr, blocks_B4, *tiles, layout.rank, BLOCK_ROWS, hidden_TD)
         return out_TD
+
+    def orient(self, weight_E: Tensor, *, back: bool = False) -> Tensor:
+        """Each expert's matrix as the right operand of its rows, or in backward (`back`) of their gradients."""
+        return weight_E.mT if self.transposed == back else weight_E
 
     def _device_parts(
         self, layout: Layout, device: torch.device
@@ -241,14 +247,6 @@ class MultiLoRAExperts(nn.Module):
         return self._is_grouped([])
 
     @property
-    def has_default_gate(self) -> bool:
-        """Whether the gate is silu(gate) * up of adjacent halves."""
-        module = self.module
-        apply_gate = getattr(type(module), "_apply_gate", _default_apply_gate)
-        is_silu = isinstance(getattr(module, "act_fn", None), SiLUActivation | nn.SiLU)
-        return self.has_gate and not self._interleaved and is_silu and apply_gate is _default_apply_gate
-
-    @property
     def kernel(self) -> str:
         """Names the kernel of these experts, for the log."""
         return f"grouped_mm and kernels for ranks up to {MAX_RANKS}" if self._is_grouped([]) else "loop over experts"
@@ -274,7 +272,8 @@ def dispatch_chosen_rows(decoder: nn.Module, context: ForwardContext) -> None:
     weight, which is zero for others. Raises SettingsError if a row chooses several: experts get weighted inputs.
     """
     for module in decoder.modules():
-        if type(module).__name__ == "Llama4TextMoe":
+        experts: Any = getattr(module, "experts", None)
+        if isinstance(experts, MultiLoRAExperts) and hasattr(experts.module, "is_swapped_by_peft"):
             if module.top_k != 1:
                 raise SettingsError(f"num_experts_per_tok is {module.top_k}; experts of Llama 4 are served with 1")
             module.forward = partial(_forward_weighted_inputs, module, module.forward, context)
@@ -457,7 +456,7 @@ class _Call:
 
     def _expert_matmul(self, x_NC: Tensor, weight_E: Tensor, *, back: bool = False) -> Tensor:
         """Each expert's pairs times its matrix, or in backward (`back`) times its transpose."""
-        return self._pairs.matmul(x_NC, weight_E.mT if self._experts.transposed == back else weight_E)
+        return self._pairs.matmul(x_NC, self._experts.orient(weight_E, back=back))
 
 
 def _join_shared(adapter: Adapter, projections: Sequence[Factors]) -> list[tuple[list[str], slice, Tensor]]:

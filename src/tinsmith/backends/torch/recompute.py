@@ -22,7 +22,7 @@ from tinsmith.backends.torch.moe import MultiLoRAExperts
 from tinsmith.errors import SettingsError
 from tinsmith.plan.memory import Activations
 from tinsmith.plan.mixers import count_saved_activations, is_mixer, is_whole
-from tinsmith.runtime.devices import free_bytes, kind_of, unused_bytes
+from tinsmith.runtime.devices import count_unused_bytes, free_bytes, kind_of
 
 RECOMPUTE_SHARE = {False: 0.4, True: 0.6}
 """Share of the free memory for activations, on a CPU, whose memory others use too, and on a GPU. The plan's figures may
@@ -170,4 +170,4 @@ def _limit_bytes(device: torch.device) -> float:
 
 
 def _free_bytes(device: torch.device) -> float:
-    return free_bytes(device) + unused_bytes(device)
+    return free_bytes(device) + count_unused_bytes(device)

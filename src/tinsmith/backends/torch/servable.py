@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from tinsmith.backends.torch.attention import CHUNKED, Window
+from tinsmith.backends.torch.attention import CHUNKED, INDEXED, Window
 from tinsmith.errors import SettingsError
 from tinsmith.plan.mixers import is_mixer
 from tinsmith.plan.versions import TESTED, install_command, list_installed_versions, list_untested_versions
@@ -31,7 +31,7 @@ class ReleaseError(RuntimeError):
     """The installed releases do not compute what a model's own forward does, or in a way that is not understood."""
 
 
-FULL, SLIDING, INDEXED = "full_attention", "sliding_attention", "indexed_attention"
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 STATEFUL = frozenset({"linear_attention", "conv", "hybrid"})
 """Kinds of stateful layers; 'hybrid' ones attend, too."""

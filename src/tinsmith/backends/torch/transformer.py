@@ -1,10 +1,10 @@
 """Fused decoder layers for the architecture that most families share: fewer and larger kernels than the modules' own.
 
-Llama, Mistral, Qwen2 and Qwen3 have the same layers except for biases, norms of queries and keys, and windows. Here
-linears that read the same rows are one matmul, and norms and RoPE process all heads together. Gradients are
+The layers of Llama, Mistral, Qwen2, Qwen3 and others differ in biases, norms of queries and keys, and windows alone.
+Here linears that read the same rows are one matmul, and norms and RoPE process all heads together. Gradients are
 autograd's; a linear is one node with the norm or gated activation before it, which backward computes again. The modules
-remain the reference: layers that differ in any way are refused (`of` returns None), and the base model compares both at
-load. On CUDA devices `layer_kernels` computes what lies between the matmuls.
+remain the reference: layers with other parts are refused (`of` returns None), and `decoder_check` compares the numbers
+of both at load. On CUDA devices `layer_kernels` computes what lies between the matmuls.
 
 For rows without gradients, a small model's weights are packed for oneDNN where a CPU has it. That is a second copy,
 made when the first such rows arrive, if there is enough memory. Knows no loss, sampler or request; attention is the
@@ -15,7 +15,7 @@ Shapes: T rows, D hidden size, H query heads, G key heads, E head dim, I inputs 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import NamedTuple, cast
@@ -26,22 +26,16 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad, silu
 from torch.utils.checkpoint import checkpoint
-from transformers.activations import SiLUActivation
 
 from tinsmith.backends.torch.attention import PLAN_KEY, AttentionOptions, AttentionPlan, AttentionProbe
 from tinsmith.backends.torch.host import upload
 from tinsmith.backends.torch.lora import DeviceLoRABatch, LoRADelta, LoRALinear, MultiLoRALinear, RecomputedFunction
 from tinsmith.backends.torch.lora_batch import LoRABatch
 from tinsmith.backends.torch.matmul import has_onednn, linear_of_few_rows, onednn_linear, pack_weight, suits_mkl
-from tinsmith.plan.architecture import FUSED_LAYERS
+from tinsmith.plan.fused_layers import DOWN, GATE_UP, HEAD_NORMS, LAYER_NORMS, OUT, QKV, has_fusable_layers
 from tinsmith.plan.memory import MAX_PACKED_BYTES
 from tinsmith.runtime.devices import runs_kernels
 from tinsmith.runtime.host_memory import read_host_memory
-
-QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-OUT = "self_attn.o_proj"
-GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
-DOWN = "mlp.down_proj"
 
 PACKED_MEMORY_SHARE = 0.25
 """The largest share of free memory for packed weights."""
@@ -266,8 +260,8 @@ class Decoder:
 
     @classmethod
     def of(cls, modules: nn.Module, unembedding: MultiLoRALinear) -> Decoder | None:
-        """None where the modules differ from these layers in any way."""
-        return cls(modules, unembedding) if are_supported_layers(modules) else None
+        """None where the modules have other parts than these layers."""
+        return cls(modules, unembedding) if has_fusable_layers(modules, MultiLoRALinear) else None
 
     def prepare(self) -> None:
         """Stack the weights of linears that read the same rows."""
@@ -322,10 +316,7 @@ class Decoder:
             # Repeat the last row: oneDNN compiles each matmul for each number of rows.
             tokens_T, positions_T = (torch.cat([x, x[-1:].expand(padding)]) for x in (tokens_T, positions_T))
         x_TD = cast("nn.Embedding", self._modules.embed_tokens)(tokens_T)
-        cos_1TE, sin_1TE = cast(nn.Module, self._modules.rotary_emb)(x_TD, positions_T[None])
-        half = sin_1TE.shape[-1] // 2
-        signed_1TE = torch.cat((-sin_1TE[..., :half], sin_1TE[..., half:]), -1)
-        call = _Call(plan, lora_batch, cos_1TE[0][:, None], signed_1TE[0][:, None], num_rows)
+        call = self._prepare_call(x_TD, positions_T, plan, lora_batch, num_rows)
         for index, layer in enumerate(self._layers[:-1]):
             x_TD = self._run_layer(layer, x_TD, call, recompute=index < num_recomputed)
         last = self._layers[-1]
@@ -335,6 +326,22 @@ class Decoder:
         return self._final(last.forward(x_TD, call, self._select_output(lora_batch, output_rows, x_TD.device)))[
             : len(output_rows)
         ]
+
+    def _prepare_call(
+        self, x_TD: Tensor, positions_T: Tensor, plan: AttentionPlan, lora_batch: LoRABatch, num_rows: int
+    ) -> _Call:
+        cos_1TE, sin_1TE = cast(nn.Module, self._modules.rotary_emb)(x_TD, positions_T[None])
+        half = sin_1TE.shape[-1] // 2
+        signed_1TE = torch.cat((-sin_1TE[..., :half], sin_1TE[..., half:]), -1)
+        return _Call(plan, lora_batch, cos_1TE[0][:, None], signed_1TE[0][:, None], num_rows)
+
+    def run_layers(
+        self, x_TD: Tensor, positions_T: Tensor, plan: AttentionPlan, lora_batch: LoRABatch
+    ) -> Iterator[Tensor]:
+        """The rows that each layer makes of the same rows, and at last those that the final norm makes of them."""
+        call = self._prepare_call(x_TD, positions_T, plan, lora_batch, len(x_TD))
+        yield from (layer.forward(x_TD, call) for layer in self._layers)
+        yield self._final(x_TD)
 
     @staticmethod
     def _run_layer(layer: _Layer, x_TD: Tensor, call: _Call, *, recompute: bool) -> Tensor:
@@ -362,12 +369,6 @@ def round_up(num_rows: int) -> int:
     return -(-num_rows // step) * step
 
 
-def are_supported_layers(modules: nn.Module) -> bool:
-    """Whether a decoder's layers are exactly those implemented here."""
-    layers = getattr(modules, "layers", None)
-    return isinstance(layers, nn.ModuleList) and all(_is_supported_layer(layer) for layer in layers)
-
-
 @torch.no_grad()
 def attention_options_of(modules: nn.Module) -> dict[int, AttentionOptions]:
     """The attention options of each layer, by index."""
@@ -376,36 +377,26 @@ def attention_options_of(modules: nn.Module) -> dict[int, AttentionOptions]:
     return {layer: call.options for layer, (call,) in probe.calls.items()}
 
 
-def _is_supported_layer(layer: nn.Module) -> bool:
-    if type(layer).__name__ not in FUSED_LAYERS:
-        return False
-    linears = [layer.get_submodule(name) for name in (*QKV, OUT, *GATE_UP, DOWN)]
-    activation = layer.get_submodule("mlp.act_fn")
-    return all(type(linear) is MultiLoRALinear for linear in linears) and isinstance(
-        activation, SiLUActivation | nn.SiLU
-    )
-
-
 def _layer(index: int, layer: nn.Module, attention: AttentionOptions) -> _Layer:
-    self_attention = layer.get_submodule("self_attn")
-    head_dim = cast(int, self_attention.head_dim)
+    head_dim = cast(int, layer.get_submodule("self_attn").head_dim)
 
     def fuse(*names: str) -> FusedLinear:
         return FusedLinear(linears_of(layer, names))
 
     num_heads, num_keys = (linear.out_features // head_dim for linear in linears_of(layer, QKV[:2]))
     head_norm = None
-    if hasattr(self_attention, "q_norm"):
-        q_norm, k_norm = _norm(self_attention, "q_norm"), _norm(self_attention, "k_norm")
+    if hasattr(layer.get_submodule("self_attn"), "q_norm"):
+        q_norm, k_norm = (_norm(layer, name) for name in HEAD_NORMS)
         weights = [q_norm.weight.expand(num_heads, -1), k_norm.weight.expand(num_keys, -1)]
         head_norm = _Norm(torch.cat(weights), q_norm.eps)
+    before_attention, before_mlp = (_norm(layer, name) for name in LAYER_NORMS)
     return _Layer(
         index=index,
-        before_attention=_norm(layer, "input_layernorm"),
+        before_attention=before_attention,
         qkv=fuse(*QKV),
         head_norm=head_norm,
         out=fuse(OUT),
-        before_mlp=_norm(layer, "post_attention_layernorm"),
+        before_mlp=before_mlp,
         gate_up=fuse(*GATE_UP),
         down=fuse(DOWN),
         num_heads=num_heads,

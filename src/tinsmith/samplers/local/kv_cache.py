@@ -23,8 +23,6 @@ import hashlib
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
-from importlib.util import find_spec
 from types import ModuleType
 from typing import NamedTuple
 
@@ -36,7 +34,7 @@ from tinsmith.backends.torch.attention import AttentionProbe
 from tinsmith.backends.torch.host import upload_all
 from tinsmith.backends.torch.lora_batch import LoRABatch, Segment
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.runtime.devices import kind_of, read_memory
+from tinsmith.runtime.devices import kind_of, read_memory, runs_triton
 
 MIN_CACHE_BYTES = 512 * 2**20
 
@@ -158,10 +156,9 @@ class KVCache:
         return rows.view(len(store), len(blocks_nC), -1, *store.shape[3:])
 
 
-@cache
 def page_kernels(device: torch.device) -> ModuleType | None:
     """The module `paged_kernel`; None where it cannot run."""
-    if not kind_of(device).has_kernels or find_spec("triton") is None:
+    if not runs_triton(device):
         return None
     from tinsmith.samplers.local import paged_kernel
 

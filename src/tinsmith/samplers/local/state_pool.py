@@ -17,8 +17,6 @@ Letters: n sequences, S slots.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache
-from importlib.util import find_spec
 from types import ModuleType
 from weakref import WeakValueDictionary
 
@@ -26,7 +24,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.backends.torch.attention import LayerSlots, MixerState
-from tinsmith.runtime.devices import kind_of
+from tinsmith.runtime.devices import runs_triton
 
 FEWEST_SLOTS = 8
 """Slots of a pool that begins to grow."""
@@ -134,10 +132,9 @@ class StatePool:
         self.num_slots = size
 
 
-@cache
 def step_kernels(device: torch.device) -> ModuleType | None:
     """The module `state_kernels`; None where it cannot run."""
-    if not kind_of(device).has_kernels or find_spec("triton") is None:
+    if not runs_triton(device):
         return None
     from tinsmith.backends.torch import state_kernels
 
