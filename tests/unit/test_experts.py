@@ -289,7 +289,7 @@ def test_fused_experts_keep_the_outputs_of_gate_and_up(monkeypatch: pytest.Monke
     choice.wrap(nn.ModuleList(experts))
     saved, working = HIDDEN + 2 * CHOICES * INNER, CHOICES * (HIDDEN + 2 * INNER)
     assert choice.bytes_per_token() == 2 * (3 * saved + working)
-    experts[0].module.act_fn = nn.GELU()
+    experts[0].activation = "gelu"
     unfused = recompute.SAVED_PER_LINEAR * CHOICES * (2 * HIDDEN + 3 * INNER)
     assert choice.bytes_per_token() == 2 * (2 * saved + unfused + working)
 

@@ -249,7 +249,7 @@ def doctor(  # noqa: PLR0913 - one parameter a flag
         raise typer.Exit(0 if all(finding.good for finding in findings) else 1)
     table = plain_table("", "what", "finding")
     for finding in findings:
-        table.add_row("[green]ok[/]" if finding.good else "[red]no[/]", finding.subject, escape(finding.detail))
+        table.add_row("[green]ok[/]" if finding.good else "[red]no[/]", finding.what, escape(finding.detail))
     output.print(table)
     if not all(finding.good for finding in findings):
         raise typer.Exit(1)

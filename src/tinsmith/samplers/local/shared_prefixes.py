@@ -117,7 +117,9 @@ class SharedPrefixes:
                     self._prefix_of[row.owner] = prefix
 
     def _open_prefixes(self, rows: Sequence[DecodeRow], max_bytes: int) -> None:
-        layer_bytes = max(shape.num_bytes for shape in self._cache.members)
+        layer_bytes = max((shape.num_bytes for shape in self._cache.members), default=0)
+        if not layer_bytes:  # no layer attends
+            return
         for num_blocks, members in find_prefixes(rows, self._cache.block_size, MIN_SAVED_BYTES // layer_bytes):
             max_bytes -= count_bytes(self._cache.members, num_blocks * self._cache.block_size)
             if max_bytes < 0:
