@@ -282,24 +282,9 @@ def test_a_tree_may_be_larger_than_other_micro_batches() -> None:
         for tokens in ([50] * 5, *group, [60] * 5)
     )
     items = build_examples(Pass("r", "m", data, "cross_entropy", {}, False), 0, adapter())
-    assert [batch.num_rows for batch in pack(items, 11, 2, [14])] == [14, 10]
-    assert [batch.num_rows for batch in pack(items, 11, 2, [13])] == [13, 11, 10]
-    assert [batch.num_rows for batch in pack(items, 11, 0, [14])] == [11] * 4 + [10]
-
-
-def test_a_tree_is_cut_where_its_parts_repeat_few_rows() -> None:
-    """A prompt of 4 tokens with eight answers of 20: halves repeat 4 of 164 rows, quarters 12."""
-    data = tuple(
-        Datum(np.array([1, 2, 3, 4, *range(100 * i, 100 * i + 20)], np.int32), {"target_tokens": np.arange(24)})
-        for i in range(1, 9)
-    )
-    items = build_examples(Pass("r", "m", data, "cross_entropy", {}, False), 0, adapter())
-    (unit,) = list_units(items, 2)
-    assert unit.num_rows == 164
-    assert [unit.choose_size([size, 200]) for size in (40, 44, 84, 163, 164)] == [200, 44, 84, 163, 164]
-    assert unit.choose_size([30, 40]) == 40 and unit.choose_size([]) == 0
-    assert [batch.num_rows for batch in pack(items, 24, 2, [84, 200])] == [84, 84]
-    assert [batch.num_rows for batch in pack(items, 24, 2, [40, 200])] == [164]
+    assert [batch.num_rows for batch in pack(items, 11, 2, 14)] == [14, 10]
+    assert [batch.num_rows for batch in pack(items, 11, 2, 13)] == [13, 11, 10]
+    assert [batch.num_rows for batch in pack(items, 11, 0, 14)] == [11] * 4 + [10]
 
 
 def test_trees_are_larger_where_activations_may_be_kept(qwen: ModelShape, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,12 +294,12 @@ def test_trees_are_larger_where_activations_may_be_kept(qwen: ModelShape, monkey
         "set": {"max_tokens_per_microbatch": 512},
         "recompute": {"recompute": "on"},
     }.items():
-        limits[name] = sharing(qwen, **options)._trainer._list_tree_sizes(512 if name == "set" else 2048)
-    assert limits == {"auto": [2560, 4096, 8192], "set": [], "recompute": []}
+        limits[name] = sharing(qwen, **options)._trainer._tree_limit(512 if name == "set" else 1024)
+    assert limits == {"auto": 8192, "set": 512, "recompute": 1024}
     trainer = sharing(qwen)._trainer
     monkeypatch.setattr(trainer._base.recompute, "fits", lambda size, device: size <= 4096)
-    assert trainer._list_tree_sizes(2048) == [2560, 4096]
-    assert trainer._list_tree_sizes(512) == [], "memory ran out before"
+    assert trainer._tree_limit(1024) == 4096
+    assert trainer._tree_limit(512) == 512, "memory ran out before"
 
 
 def test_equal_data_that_do_not_fit_are_refused_like_a_single_one() -> None:

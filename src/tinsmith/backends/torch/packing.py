@@ -14,11 +14,6 @@ from typing import NamedTuple
 from tinsmith.backends.torch.batch import Example, MicroBatch
 from tinsmith.plan.prefix_tree import ROOT, Node, PrefixTree, build_tree, list_keys
 
-MAX_REPEATED = 0.08
-"""Rows that parts of a tree may repeat, as a share of the tree's: a micro-batch of twice the usual size takes a tenth
-longer for each row on a CPU, where its activations leave the cache.
-"""
-
 
 class Unit(NamedTuple):
     """Examples of one adapter with a common beginning: sequences of `tree`, depth first, and their rows."""
@@ -33,24 +28,6 @@ class Unit(NamedTuple):
     def members(self) -> list[Example]:
         return [self.examples[sequence] for sequence in self.sequences]
 
-    def choose_size(self, sizes: Sequence[int]) -> int:
-        """The first of these sizes of micro-batches in which parts of the tree repeat few rows, or the last; 0 if there
-        are none.
-        """
-        most = (1 + MAX_REPEATED) * self.num_rows
-        return next((size for size in sizes if self._count_rows_of_parts(size) <= most), sizes[-1] if sizes else 0)
-
-    def _count_rows_of_parts(self, max_rows: int) -> int:
-        """The rows of all parts, if each has at most `max_rows`."""
-        if self.num_rows <= max_rows:
-            return self.num_rows
-        parts = [_Builder()]
-        for sequence in self.sequences:
-            if parts[-1].num_rows + parts[-1].count_new_rows(self.tree, sequence) > max_rows:
-                parts.append(_Builder())
-            parts[-1].add(self.tree, sequence, self.examples[sequence])
-        return sum(part.num_rows for part in parts)
-
     def halve(self) -> list[Unit]:
         """Two units, each of which has the rows that both need."""
         middle = len(self.sequences) // 2
@@ -63,17 +40,17 @@ class Unit(NamedTuple):
 
 
 def pack(
-    examples: Sequence[Example], max_tokens: int, min_shared_rows: int = 0, tree_sizes: Sequence[int] = ()
+    examples: Sequence[Example], max_tokens: int, min_shared_rows: int = 0, max_tree_tokens: int = 0
 ) -> list[MicroBatch]:
     """Micro-batches of at most `max_tokens` rows; a longer example gets its own. `min_shared_rows`: the fewest tokens
     with which examples of an adapter must begin alike to share their rows; 0: nothing is shared.
 
-    Examples that share rows are in one micro-batch if they fit. It may have more rows than others: the first of the
-    ascending `tree_sizes` for which few rows are repeated, since each part of a tree has the shared rows that it needs.
+    Examples that share rows are in one micro-batch, of at most `max_tree_tokens` rows if that is more, if all of them
+    fit; otherwise each of their micro-batches repeats the shared rows that it needs.
     """
     builders = [_Builder()]
     for unit in list_units(examples, min_shared_rows):
-        limit = max(max_tokens, unit.choose_size(tree_sizes)) if len(unit.sequences) > 1 else max_tokens
+        limit = max(max_tokens, max_tree_tokens if len(unit.sequences) > 1 else 0)
         if builders[-1].num_rows + unit.num_rows > max_tokens and unit.num_rows <= limit:
             builders.append(_Builder())
         for sequence in unit.sequences:

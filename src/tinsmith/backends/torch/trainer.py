@@ -47,9 +47,9 @@ from tinsmith.types import F32, Pass, PassResult
 GROW_AFTER = 64
 """Steps without a shortage of memory after which the micro-batch size doubles again."""
 
-TREE_TOKENS = (2560, 4096, 8192)
-"""Sizes of micro-batches whose examples share rows. A host takes the first that repeats few rows, others the largest,
-of those whose activations may be kept.
+TREE_TOKENS = (8192, 4096, 2048)
+"""Sizes of micro-batches whose examples share rows, the first whose activations may be kept: a smaller one repeats the
+shared rows more often.
 """
 
 log = structlog.get_logger()
@@ -184,15 +184,14 @@ class Trainer:
         if self._fitting:
             sizes = [size for size in self._fitting if size <= limit]
             limit = next((size for size in sizes if recompute.fits(size, device)), min(limit, self._recomputed))
-        return self._count_rows(pack(examples, limit, self._min_shared_rows, self._list_tree_sizes(limit)))
+        return self._count_rows(pack(examples, limit, self._min_shared_rows, self._tree_limit(limit)))
 
-    def _list_tree_sizes(self, limit: int) -> list[int]:
-        """The sizes above `limit` that micro-batches whose examples share rows may have."""
+    def _tree_limit(self, limit: int) -> int:
+        """The most rows of a micro-batch whose examples share rows."""
         if limit < self._max_tokens or self._base.recompute.mode == "on":
-            return []
-        device = self._base.device
-        sizes = [size for size in self.tree_sizes if size > limit and self._base.recompute.fits(size, device)]
-        return sizes if kind_of(device).is_host else sizes[-1:]
+            return limit
+        fits, device = self._base.recompute.fits, self._base.device
+        return next((size for size in self.tree_sizes if size > limit and fits(size, device)), limit)
 
     def _count_rows(self, batches: list[MicroBatch]) -> list[MicroBatch]:
         """Count the rows of each pass; shared ones belong to the first example that has them."""
