@@ -102,7 +102,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
 
 def test_a_merged_model_is_downloaded_whole_and_by_file_and_deleted(trained: Trained, tmp_path: Path) -> None:
     started = trained.ok("POST", f"{trained.route}/merge", {"dtype": "float32"})
-    assert (started["state"], started["kind"], started["tinker_path"]) == ("queued", "merge", trained.path)
+    assert started["state"] in {"queued", "running"}, "a free server begins at once"
+    assert (started["kind"], started["tinker_path"]) == ("merge", trained.path)
     job = trained.end(started["job_id"])
     assert (job["state"], job["phase"], job["reason"]) == ("done", "merging", None)
     assert job["done"] == job["total"] > 10 and job["done_bytes"] == job["total_bytes"] > 0
