@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("TINKER_TELEMETRY", "0")
@@ -27,10 +28,11 @@ VOCABULARY = 8192
 PROMPTS = 2
 
 
-def make_data(rng: np.random.Generator, shape: tuple[int, int], group: int, *, is_shared: bool) -> list[types.Datum]:
-    """Answers to PROMPTS prompts; not `is_shared`: each to a prompt of its own."""
+def draw_answers(
+    rng: np.random.Generator, shape: tuple[int, int], group: int, *, is_shared: bool
+) -> Iterator[tuple[list[int], dict[str, np.ndarray]]]:
+    """Inputs and loss inputs of `group` answers to each of PROMPTS prompts; not `is_shared`: to a prompt of its own."""
     num_prompt, num_answer = shape
-    data = []
     for _ in range(PROMPTS):
         prompt = rng.integers(1, VOCABULARY, num_prompt)
         for _ in range(group):
@@ -39,16 +41,18 @@ def make_data(rng: np.random.Generator, shape: tuple[int, int], group: int, *, i
             tokens = np.concatenate([prompt, rng.integers(1, VOCABULARY, num_answer)])
             advantages = np.zeros(len(tokens) - 1, np.float32)
             advantages[num_prompt - 1 :] = rng.normal()
-            arrays = {
-                "target_tokens": tokens[1:],
-                "logprobs": np.full(len(tokens) - 1, -9.0, np.float32),
-                "advantages": advantages,
-            }
-            inputs = {name: types.TensorData.from_numpy(array) for name, array in arrays.items()}
-            data.append(
-                types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1].tolist()), loss_fn_inputs=inputs)
-            )
-    return data
+            logprobs = np.full(len(tokens) - 1, -9.0, np.float32)
+            yield tokens[:-1].tolist(), {"target_tokens": tokens[1:], "logprobs": logprobs, "advantages": advantages}
+
+
+def make_data(rng: np.random.Generator, shape: tuple[int, int], group: int, *, is_shared: bool) -> list[types.Datum]:
+    return [
+        types.Datum(
+            model_input=types.ModelInput.from_ints(tokens),
+            loss_fn_inputs={name: types.TensorData.from_numpy(array) for name, array in arrays.items()},
+        )
+        for tokens, arrays in draw_answers(rng, shape, group, is_shared=is_shared)
+    ]
 
 
 def count_fewer(shape: tuple[int, int], group: int) -> float:

@@ -23,7 +23,7 @@ import torch
 from harness import describe_machine, write_json
 from interleaving import compute_speedup, format_spread, run_in_turns
 from models import SIZES, make
-from shared_prompts import PROMPTS, count_fewer
+from shared_prompts import PROMPTS, count_fewer, draw_answers
 from torch import Tensor
 
 from tinsmith.backends import run_to_end
@@ -31,29 +31,12 @@ from tinsmith.backends.torch import TorchBackend
 from tinsmith.base_models import read_shape
 from tinsmith.types import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass
 
-VOCABULARY = 8192
 ADAM = AdamParams(1e-5)
 
 
 def draw_data(rng: np.random.Generator, shape: tuple[int, int], group: int, *, is_shared: bool) -> tuple[Datum, ...]:
-    """Answers to PROMPTS prompts; not `is_shared`: each to a prompt of its own."""
-    num_prompt, num_answer = shape
-    data = []
-    for _ in range(PROMPTS):
-        prompt = rng.integers(1, VOCABULARY, num_prompt)
-        for _ in range(group):
-            if not is_shared:
-                prompt = rng.integers(1, VOCABULARY, num_prompt)
-            tokens = np.concatenate([prompt, rng.integers(1, VOCABULARY, num_answer + 1)])
-            advantages = np.zeros(len(tokens) - 1, np.float32)
-            advantages[num_prompt - 1 :] = rng.normal()
-            inputs = {
-                "target_tokens": tokens[1:],
-                "logprobs": np.full(len(tokens) - 1, -9.0, np.float32),
-                "advantages": advantages,
-            }
-            data.append(Datum(tokens[:-1].astype(np.int32), inputs))
-    return tuple(data)
+    answers = draw_answers(rng, shape, group, is_shared=is_shared)
+    return tuple(Datum(np.array(tokens, np.int32), arrays) for tokens, arrays in answers)
 
 
 class Contestant:

@@ -97,7 +97,7 @@ def test_a_shard_starts_only_if_the_longest_so_far_would_end_in_time(script: Mod
     }
     assert script.is_in_time(part, 700.0, 1000.0, durations)
     assert not script.is_in_time(part, 701.0, 1000.0, durations)
-    # Before the first shard, the longest part stands for it.
+    # Before any shard has run, the longest part so far is taken as its expected length.
     assert script.is_in_time(part, 400.0, 1000.0, {script.Part("test"): 600.0})
     assert not script.is_in_time(part, 401.0, 1000.0, {script.Part("test"): 600.0})
     # A whole target has no such measure.

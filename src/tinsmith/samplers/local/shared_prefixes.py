@@ -5,7 +5,7 @@ all sequences that begin with it are the rows of one matmul. The rest of each se
 and both parts are joined by the log sums of their exponentials. Rows of different sequences stay apart, as rows of a
 matmul are.
 
-Letters: N slots, m rows of a prefix, P its positions, H query heads, G key heads, R = H / G, D head dim, B = G * D.
+Letters: N slots, m rows of a prefix, P its positions, H query heads, G key heads, R = H / G, D head dim.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ def find_prefixes(rows: Sequence[DecodeRow], block_size: int, min_saved: int) ->
     groups: dict[tuple[int, int], list[DecodeRow]] = {}
     for row, num in zip(rows, num_full, strict=True):
         saved = [(counts[at] - 1) * (at[0] + 1) for at in enumerate(row.blocks[:num])]
-        if (most := max(saved, default=0)) > 0:
-            num_blocks = saved.index(most) + 1
+        if any(saved):
+            num_blocks = saved.index(max(saved)) + 1
             groups.setdefault((num_blocks, row.blocks[num_blocks - 1]), []).append(row)
     return [
         (num_blocks, members)
