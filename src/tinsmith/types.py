@@ -368,6 +368,10 @@ class Adjustments:
     min_tokens: int = 0
     reasoning: ReasoningSpan | None = None
 
+    @property
+    def has_penalty(self) -> bool:
+        return self.repetition_penalty != 1.0 or bool(self.frequency_penalty or self.presence_penalty)
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:

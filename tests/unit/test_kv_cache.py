@@ -90,7 +90,7 @@ class _Shadow:
             self._compute(span.sequence, span.start, span.stop)
         for span in step.spans:
             self._check_reads(span.sequence, span.stop)
-            self.batcher.advance(span)
+            self.batcher.advance([span])
             scores = span.sequence.request.scores
             assert scores.next_row is None or span.start <= scores.next_row, "a wanted row was skipped"
             scores.num_scored = max(scores.num_scored, int(np.searchsorted(scores.rows_R, span.stop)))

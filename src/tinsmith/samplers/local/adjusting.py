@@ -106,7 +106,7 @@ def _token_mask(sequence: Sequence, num_vocab: int) -> npt.NDArray[np.bool_] | N
 
 def _collect_masked_ids(adjustments: Adjustments, sequence: Sequence) -> list[int]:
     """Tokens that would complete a bad word, or that would end an answer before min_tokens."""
-    answer_T = sequence.tokens_T[sequence.request.num_prompt : sequence.length]
+    answer_T = sequence.answer_T
     masked_ids = [
         word[-1]
         for word in adjustments.bad_words
@@ -120,11 +120,13 @@ def _collect_masked_ids(adjustments: Adjustments, sequence: Sequence) -> list[in
 def _note_changes(edits: _Edits, row: int, adjustments: Adjustments, sequence: Sequence) -> None:
     if adjustments.logit_bias:
         edits.add("biased", row, *zip(*adjustments.logit_bias, strict=True))
-    answer_ids = np.fromiter(sequence.counts, np.int64, len(sequence.counts))
+    if not adjustments.has_penalty:
+        return
+    answer_ids, counts_S = np.unique(sequence.answer_T.astype(np.int64), return_counts=True)
     if adjustments.repetition_penalty != 1.0:
         ids_S = np.union1d(sequence.request.prompt_ids, answer_ids)
         edits.add("repeated", row, ids_S, adjustments.repetition_penalty)
     if len(answer_ids) and (adjustments.frequency_penalty or adjustments.presence_penalty):
-        counts_S = np.fromiter(sequence.counts.values(), np.float32, len(answer_ids))
-        amounts_S = np.float32(adjustments.frequency_penalty) * counts_S + np.float32(adjustments.presence_penalty)
+        frequency, presence = np.float32([adjustments.frequency_penalty, adjustments.presence_penalty])
+        amounts_S = frequency * counts_S.astype(np.float32) + presence
         edits.add("counted", row, answer_ids, amounts_S)

@@ -35,7 +35,6 @@ from tinsmith.backends.torch.lora import DeviceLoRABatch
 from tinsmith.backends.torch.lora_batch import BLOCK_ROWS, Segment, list_row_blocks
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.samplers.local.kv_cache import KVCache
-from tinsmith.samplers.local.paged_attention import SequenceRows
 from tinsmith.samplers.local.state_pool import StatePool
 from tinsmith.samplers.local.states import Recurrence
 from tinsmith.types import I64
@@ -70,11 +69,63 @@ class _Key(NamedTuple):
     """The ids of the layouts that the step references: hashing a layout would take longer than a launch."""
 
 
+class _HostInputs:
+    """A key's inputs on the host: the rows' columns, each layout's blocks of rows, and the rows' block table, in this
+    order. What a step has in common with the one before is not written again.
+    """
+
+    def __init__(self, key: _Key) -> None:
+        self.buffer = np.zeros(sum(_input_sizes(key)), np.int64)
+        num_columns, num_blocks = NUM_COLUMNS * key.num_rows, 4 * _num_blocks(key) * len(key.layout_ids)
+        columns, blocks, table = np.split(self.buffer, np.cumsum([num_columns, num_blocks]))
+        self._columns_5n, self._table_nC = columns.reshape(NUM_COLUMNS, -1), table.reshape(key.num_rows, -1)
+        self._columns_5n[1] = -1
+        self._blocks_LB4 = blocks.reshape(len(key.layout_ids), _num_blocks(key), 4)
+        self._lora_batch: DeviceLoRABatch | None = None
+        self._tabled_blocks: list[Sequence[int]] = [()] * key.num_rows
+        self._num_tabled = [0] * key.num_rows
+
+    def set_adapters(self, lora_batch: DeviceLoRABatch, layouts: Sequence[Layout]) -> bool:
+        """False if a layout has more blocks of rows than there is room for."""
+        if lora_batch is self._lora_batch:
+            return True
+        self._lora_batch = None
+        for blocks_B4, layout in zip(self._blocks_LB4, layouts, strict=True):
+            segments = [segment for segment in lora_batch.segments if segment.layout is layout]
+            blocks = [block for segment in segments for block in list_row_blocks(segment)]
+            if len(blocks) > len(blocks_B4):
+                return False
+            blocks_B4[: len(blocks)] = blocks
+            blocks_B4[len(blocks) :] = 0
+        self._lora_batch = lora_batch
+        return True
+
+    def set_rows(self, starts: Sequence[int], blocks: Sequence[Sequence[int]], block_size: int) -> None:
+        """Each row's position, and the blocks of its sequence. The same list of blocks has at most grown."""
+        num = len(starts)
+        for row, row_blocks in enumerate(blocks):
+            first = self._num_tabled[row] if row_blocks is self._tabled_blocks[row] else 0
+            if first < len(row_blocks):
+                self._table_nC[row, first : len(row_blocks)] = row_blocks[first:]
+                self._tabled_blocks[row], self._num_tabled[row] = row_blocks, len(row_blocks)
+        start_n = np.array(starts, np.int64)
+        position_n, slot_n, num_keys_n = self._columns_5n[:3]
+        position_n[:num], num_keys_n[:num] = start_n, start_n + 1
+        slot_n[:num] = self._table_nC[np.arange(num), start_n // block_size] * block_size + start_n % block_size
+        position_n[num:], slot_n[num:], num_keys_n[num:] = 0, -1, 0
+
+    def set_states(self, slots_2n: I64) -> None:
+        """The slots of the states that rows continue and leave."""
+        self._columns_5n[3:, : slots_2n.shape[1]] = slots_2n
+        self._columns_5n[3:, slots_2n.shape[1] :] = 0
+
+
 @dataclass(slots=True)
 class _Step:
     """A key's buffers, and its graph once it is captured."""
 
     layouts: Sequence[Layout]
+    host_inputs: _HostInputs
     tokens_n: Tensor
     inputs: Tensor
     graph: torch.cuda.CUDAGraph | None = None
@@ -129,7 +180,7 @@ class DecodeGraphs:
         try:
             for num_rows in sorted((size for size in CAPTURE_ROWS if size < 2 * max_rows), reverse=True):
                 key = _Key(num_rows, MIN_TABLE_WIDTH, ())
-                step = self._open_step(key, (), self._build_inputs(key, (), (), None))
+                step = self._open_step(key, ())
                 self._forward(key, step)
                 if not self._capture(key, step):
                     return
@@ -140,74 +191,53 @@ class DecodeGraphs:
     def hidden(
         self,
         tokens_T: Tensor,
-        rows: Sequence[SequenceRows],
+        starts: Sequence[int],
+        blocks: Sequence[Sequence[int]],
         lora_batch: DeviceLoRABatch,
         recurrence: Recurrence | None = None,
     ) -> Tensor | None:
-        """[T, D]: final hidden states, to be used before the next call. None if these rows cannot run as a graph; then
-        no state of the `recurrence` is written.
+        """[T, D]: final hidden states, to be used before the next call, of one row for each sequence, which continues
+        its first `starts` tokens in these `blocks`. None if these rows cannot run as a graph; then no state of the
+        `recurrence` is written.
         """
         if self._paused_steps:
             self._paused_steps -= 1
             return self._refuse("capture failed")
         layouts = list({id(s.layout): s.layout for s in lora_batch.segments if s.layout is not None}.values())
         layouts.sort(key=id)
-        if reason := _find_obstacle(rows, layouts):
-            return self._refuse(reason)
-        key, row_blocks = _key(rows, layouts), _list_blocks(lora_batch, layouts)
-        if max(map(len, row_blocks), default=0) > _num_blocks(key):
+        if len(starts) > CAPTURE_ROWS[-1]:
+            return self._refuse("many rows")
+        if len(layouts) > MAX_LAYOUTS:
+            return self._refuse("many layouts")
+        key = _key(len(starts), max(map(len, blocks)), layouts)
+        is_new = key not in self._steps
+        step = self._open_step(key, layouts) if is_new else self._steps[key]
+        if not step.host_inputs.set_adapters(lora_batch, layouts):
             return self._refuse("many adapters")
-        inputs = self._build_inputs(key, rows, row_blocks, None if recurrence is None else recurrence.slots_2n)
-        if is_new := (step := self._steps.get(key)) is None:
-            step = self._open_step(key, layouts, inputs)
-        else:
-            step.inputs.copy_(upload(inputs, self._base.device))
-        step.tokens_n[: len(rows)].copy_(tokens_T)
+        step.host_inputs.set_rows(starts, blocks, self._cache.block_size)
+        if recurrence is not None:
+            step.host_inputs.set_states(recurrence.slots_2n)
+        step.inputs.copy_(upload(step.host_inputs.buffer, self._base.device))
+        step.tokens_n[: len(starts)].copy_(tokens_T)
         if is_new:
             self._refuse("first of its kind")
-            return self._forward(key, step)[: len(rows)]
+            return self._forward(key, step)[: len(starts)]
         if step.graph is None and not self._capture(key, step):
             return self._refuse("capture failed")
         assert step.graph is not None and step.hidden_nD is not None
         step.graph.replay()
-        return step.hidden_nD[: len(rows)]
+        return step.hidden_nD[: len(starts)]
 
     def _refuse(self, reason: str) -> None:
         self.uncaptured_steps[reason] += 1
 
-    def _open_step(self, key: _Key, layouts: Sequence[Layout], inputs: I64) -> _Step:
-        device = self._base.device
-        tokens_n = torch.zeros(key.num_rows, dtype=torch.int64, device=device)
-        step = self._steps[key] = _Step(layouts, tokens_n, upload(inputs, device))
+    def _open_step(self, key: _Key, layouts: Sequence[Layout]) -> _Step:
+        """With inputs of padding rows alone."""
+        host_inputs = _HostInputs(key)
+        tokens_n = torch.zeros(key.num_rows, dtype=torch.int64, device=self._base.device)
+        inputs = upload(host_inputs.buffer.copy(), self._base.device)
+        step = self._steps[key] = _Step(layouts, host_inputs, tokens_n, inputs)
         return step
-
-    def _build_inputs(
-        self,
-        key: _Key,
-        rows: Sequence[SequenceRows],
-        row_blocks: Sequence[Sequence[tuple[int, ...]]],
-        state_slots_2n: I64 | None,
-    ) -> I64:
-        """The rows' columns, each layout's blocks of rows, and the block table of the rows, in this order."""
-        num, size, blocks_size = len(rows), self._cache.block_size, 4 * _num_blocks(key)
-        buffer = np.zeros(sum(_input_sizes(key)), np.int64)
-        columns, blocks, table = np.split(
-            buffer, np.cumsum([NUM_COLUMNS * key.num_rows, len(key.layout_ids) * blocks_size])
-        )
-        columns_5n, table_nC = columns.reshape(NUM_COLUMNS, -1), table.reshape(key.num_rows, -1)
-        for index, layout_blocks in enumerate(row_blocks):
-            first = index * blocks_size
-            blocks[first : first + 4 * len(layout_blocks)] = np.array(layout_blocks, np.int64).ravel()
-        for table_C, row in zip(table_nC, rows, strict=False):
-            table_C[: len(row.blocks)] = row.blocks
-        start_n = np.array([row.start for row in rows], np.int64)
-        columns_5n[1, num:] = -1
-        columns_5n[0, :num] = start_n
-        columns_5n[1, :num] = table_nC[np.arange(num), start_n // size] * size + start_n % size
-        columns_5n[2, :num] = start_n + 1
-        if state_slots_2n is not None:
-            columns_5n[3:, :num] = state_slots_2n
-        return buffer
 
     def _forward(self, key: _Key, step: _Step) -> Tensor:
         """[n, D]"""
@@ -246,29 +276,12 @@ class DecodeGraphs:
         return True
 
 
-def _find_obstacle(rows: Sequence[SequenceRows], layouts: Sequence[Layout]) -> str:
-    """Why no graph takes these rows; empty if one does."""
-    if len(rows) > CAPTURE_ROWS[-1]:
-        return "many rows"
-    if any(row.visible_counts is not None for row in rows):
-        return "images"
-    return "many layouts" if len(layouts) > MAX_LAYOUTS else ""
-
-
-def _key(rows: Sequence[SequenceRows], layouts: Sequence[Layout]) -> _Key:
-    num_blocks, width = max(len(row.blocks) for row in rows), MIN_TABLE_WIDTH
+def _key(num_rows: int, num_blocks: int, layouts: Sequence[Layout]) -> _Key:
+    """Of so many rows, whose sequences have up to `num_blocks` blocks."""
+    width = MIN_TABLE_WIDTH
     while width < num_blocks:
         width *= 4
-    num_rows = next(size for size in CAPTURE_ROWS if size >= len(rows))
-    return _Key(num_rows, width, tuple(map(id, layouts)))
-
-
-def _list_blocks(lora_batch: DeviceLoRABatch, layouts: Sequence[Layout]) -> list[list[tuple[int, ...]]]:
-    """The blocks of rows of each layout's segments."""
-    return [
-        [block for segment in lora_batch.segments if segment.layout is layout for block in list_row_blocks(segment)]
-        for layout in layouts
-    ]
+    return _Key(next(size for size in CAPTURE_ROWS if size >= num_rows), width, tuple(map(id, layouts)))
 
 
 def _input_sizes(key: _Key) -> list[int]:

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import numpy as np
@@ -52,7 +52,7 @@ from tinsmith.samplers.local.memory import CacheBudget
 from tinsmith.samplers.local.paged_attention import PagedPlan, SequenceRows
 from tinsmith.samplers.local.prompt_logprobs import max_target, score_prompt
 from tinsmith.samplers.local.request import Request, Sequence, TopRow, Weights
-from tinsmith.samplers.local.sampling import DrawParams, SampledTokens, choose, uniform
+from tinsmith.samplers.local.sampling import DrawParams, SampledTokens, choose
 from tinsmith.samplers.local.scheduler import Batcher, SamplerStep, TokenSpan
 from tinsmith.samplers.local.state_pool import SequenceState, StatePool
 from tinsmith.samplers.local.states import (
@@ -178,6 +178,7 @@ class LocalSampler:
             OrderedDict()
         )
         self._decoding: tuple[list[Adapter | None], DeviceLoRABatch | None] = ([], None)
+        self._drawing: tuple[list[Sequence], DrawParams | None] = ([], None)
         self._weights: dict[str | None, Weights] = {None: Weights(None, 0)}
         self._num_weights = 1
         self._num_requests = 0
@@ -212,7 +213,7 @@ class LocalSampler:
 
     @property
     def has_work(self) -> bool:
-        return not self._paused.issuperset(self._requests)
+        return any(request_id not in self._paused for request_id in self._requests)
 
     def submit(self, sample: Sample) -> None:
         """Enqueue a request. Raises UserError, and stores nothing, if the request can never run."""
@@ -349,7 +350,7 @@ class LocalSampler:
         if not self._requests:
             # They hold adapters; while there are requests, the next LoRA batches replace them.
             self._lora_batches.clear()
-            self._decoding = [], None
+            self._decoding, self._drawing = ([], None), ([], None)
 
     def _max_new_tokens(self, sample: Sample) -> int:
         """Raises UserError if the request can never run."""
@@ -410,13 +411,12 @@ class LocalSampler:
 
     def _advance(self, spans: Seq[TokenSpan], recurrence: Recurrence | None) -> None:
         """Advance the spans, with their states, and store snapshots at their cuts."""
+        if recurrence is not None:
+            for span, state in zip(spans, recurrence.final_states, strict=True):
+                span.sequence.state = state
+        self._batcher.advance(spans)
         if recurrence is None:
-            for span in spans:
-                self._batcher.advance(span)
             return
-        for span, state in zip(spans, recurrence.final_states, strict=True):
-            span.sequence.state = state
-            self._batcher.advance(span)
         for span, states in zip(spans, recurrence.cut_states, strict=True):
             inside = cuts_between(span.start, span.stop, span.sequence.cuts)
             for cut, state in zip(inside, states, strict=True):
@@ -443,7 +443,9 @@ class LocalSampler:
         if self._graphs is None:
             return self._forward_spans(spans)
         decoding = [span for span in spans if span.start > 0 and span.stop - span.start == 1]
-        prompts = [span for span in spans if span.start == 0 or span.stop - span.start > 1]
+        prompts = []
+        if len(decoding) < len(spans):
+            prompts = [span for span in spans if span.start == 0 or span.stop - span.start > 1]
         # Prompts last: without rows to sample from they have a row that no span counts.
         parts = [self._forward_decoding(decoding)] if decoding else []
         parts += [self._forward_spans(prompts)] if prompts else []
@@ -454,12 +456,13 @@ class LocalSampler:
         """`_forward` of single rows that continue sequences."""
         assert self._graphs is not None
         spans = _sort_by_adapter(spans)
-        if not any(span.sequence.request.image_input for span in spans):
-            tokens = np.concatenate([span.sequence.tokens_T[span.start : span.stop] for span in spans])
-            adapters = [span.sequence.request.weights.adapter for span in spans]
-            lora_batch = self._decoding_batch(adapters)
-            rows, recurrence = [_sequence_rows(span) for span in spans], self._open_recurrence(spans)
-            hidden_TD = self._graphs.hidden(self._upload_tokens(tokens, spans), rows, lora_batch, recurrence)
+        requests = [span.sequence.request for span in spans]
+        if not any(request.image_input for request in requests):
+            tokens = np.fromiter((span.sequence.tokens_T[span.start] for span in spans), np.int32, len(spans))
+            lora_batch = self._decoding_batch([request.weights.adapter for request in requests])
+            starts, blocks = [span.start for span in spans], [span.sequence.blocks for span in spans]
+            tokens_T, recurrence = self._upload_tokens(tokens, spans), self._open_recurrence(spans)
+            hidden_TD = self._graphs.hidden(tokens_T, starts, blocks, lora_batch, recurrence)
             if hidden_TD is not None:
                 self._advance(spans, recurrence)
                 return [(span, 1) for span in spans], hidden_TD
@@ -526,12 +529,13 @@ class LocalSampler:
     def _upload_tokens(self, tokens_T: I32, spans: Seq[TokenSpan]) -> Tensor:
         """[T] The tokens on the device, with those that are unread."""
         on_device_T = upload(tokens_T, self._base.device, torch.int64)
-        ends = accumulate(span.stop - span.start for span in spans)
-        unread_rows = [
-            (end - 1, s.sequence.unread_row) for end, s in zip(ends, spans, strict=True) if s.sequence.num_unread
-        ]
-        if unread_rows:
-            targets, sources = upload_all(list(np.array(unread_rows).T), self._base.device)
+        # The last row of a sequence with an unread token is that token.
+        unread_rows = np.array([s.sequence.unread_row if s.sequence.num_unread else -1 for s in spans])
+        if (is_unread := unread_rows >= 0).any():
+            last_rows = np.arange(len(spans))
+            if len(tokens_T) > len(spans):
+                last_rows = np.cumsum([span.stop - span.start for span in spans]) - 1
+            targets, sources = upload_all([last_rows[is_unread], unread_rows[is_unread]], self._base.device)
             drawn_B = self._unread[-1].chosen.token_ids_B
             on_device_T.index_copy_(0, targets, drawn_B.index_select(0, sources))
         return on_device_T
@@ -575,7 +579,7 @@ class LocalSampler:
                     state = after
                     self._store_state(sequence, first + output_rows.stop, state)
             sequence.state = state
-            self._batcher.advance(span)
+            self._batcher.advance([span])
         return [(span, span.stop - span.start) for span in spans], torch.cat(hidden_parts)
 
     def _forward_chunk(
@@ -626,12 +630,11 @@ class LocalSampler:
         complete, end = [], 0
         for span, num_rows in spans:
             begin, end = end, end + num_rows
-            request = span.sequence.request
-            if request.scores.next_row is not None and not self._score_prompt(
-                request, hidden_TD[begin:end], span.start
-            ):
-                self._settle(request, UserError(NOT_FINITE))
-            elif span.completes:
+            sequence, start, stop = span
+            scores = sequence.request.scores
+            if scores.next_row is not None and not self._score_prompt(sequence.request, hidden_TD[begin:end], start):
+                self._settle(sequence.request, UserError(NOT_FINITE))
+            elif stop == sequence.length:
                 complete.append((span, end - 1))
         return complete
 
@@ -655,23 +658,59 @@ class LocalSampler:
         if rows != [*range(len(hidden_TD))]:
             hidden_TD = hidden_TD.index_select(0, upload(np.array(rows), hidden_TD.device))
         logits_BV = self._base.next_logits(hidden_TD, lora_batch)[: len(spans)]
-        families = [[span.sequence, *self._fork(span.sequence)] for span, _ in spans]
-        sequences = [sequence for family in families for sequence in family]
+        leaders, sequences = self._fork_prompts([span.sequence for span, _ in spans])
         if self._deterministic:
             for sequence in sequences:
                 row_logits_1V = logits_BV.clone()  # `choose` works in place
-                self._queue_readback([sequence], _choose(row_logits_1V, [sequence]))
+                self._queue_readback([sequence], self._choose(row_logits_1V, [sequence]))
             return
         if len(sequences) > len(spans):
-            leaders = np.repeat(np.arange(len(families)), [len(family) for family in families])
-            logits_BV = logits_BV.index_select(0, upload(leaders, logits_BV.device))
-        self._queue_readback(sequences, _choose(logits_BV, sequences))
+            logits_BV = logits_BV.index_select(0, upload(np.array(leaders), logits_BV.device))
+        self._queue_readback(sequences, self._choose(logits_BV, sequences))
+
+    def _choose(self, logits_BV: Tensor, sequences: Seq[Sequence]) -> SampledTokens:
+        """Sample each sequence's next token. Overwrites the logits."""
+        logits_BV = place_for_float64(logits_BV)
+        adjusted, draws = adjust(logits_BV, sequences), self._draw_params(sequences)
+        if adjusted is None:
+            return choose(logits_BV, draws)
+        return choose(logits_BV, draws, adjusted.logits_BV)._replace(exhausted_B=adjusted.exhausted_B)
+
+    def _draw_params(self, sequences: Seq[Sequence]) -> DrawParams:
+        """Mostly those of the step before, with other numbers."""
+        uniform_B = np.array([sequence.next_uniform() for sequence in sequences])
+        last_sequences, draws = self._drawing
+        if draws is not None and sequences == last_sequences:
+            return replace(draws, uniform_B=uniform_B)
+        temperature_B, top_k_B, top_p_B, min_p_B, num_top_B = np.array([s.request.draw for s in sequences]).T
+        draws = DrawParams(
+            temperature_B=temperature_B.astype(np.float32),
+            top_k_B=top_k_B.astype(np.int64),
+            top_p_B=top_p_B,
+            uniform_B=uniform_B,
+            min_p_B=min_p_B,
+            num_top_B=num_top_B.astype(np.int64),
+        )
+        self._drawing = list(sequences), draws
+        return draws
+
+    def _fork_prompts(self, leaders: Seq[Sequence]) -> tuple[Seq[int], Seq[Sequence]]:
+        """The sequences whose next token is drawn, and the index of each one's leader: leaders, and the other answers
+        of requests whose prompt was just computed, as far as they can run at once.
+        """
+        if all(leader.request.forked for leader in leaders):
+            return range(len(leaders)), leaders
+        indices: list[int] = []
+        sequences: list[Sequence] = []
+        for index, leader in enumerate(leaders):
+            family = [leader] if leader.request.forked else [leader, *self._fork(leader)]
+            sequences += family
+            indices += [index] * len(family)
+        return indices, sequences
 
     def _fork(self, leader: Sequence) -> list[Sequence]:
-        """The other answers of a request whose prompt was just computed, as far as they can run at once."""
+        """The other answers of the request, as far as they can run at once."""
         request = leader.request
-        if leader.index or request.forked or request.sample.num_samples == 1:
-            return []
         request.forked = True
         children = [self._sequence(request, index) for index in range(1, request.sample.num_samples)]
         self._requests[request.sample.request_id] += children
@@ -711,27 +750,28 @@ class LocalSampler:
         topk_rows = (
             {} if chosen.top is None else _topk_rows(sequences, chosen.top.rows, topk_and_flags[0], topk_and_flags[1])
         )
-        exhausted = [False] * len(sequences) if chosen.exhausted_B is None else topk_and_flags[-1].tolist()
-        token_ids, logprobs = ids_B.tolist(), logprobs_B.tolist()
-        for row, sequence in enumerate(sequences):
-            request = sequence.request
+        errors = {row: UserError(NOT_FINITE) for row in np.flatnonzero(np.isnan(logprobs_B)).tolist()}
+        if chosen.exhausted_B is not None:
+            errors |= {row: UserError(EXHAUSTED) for row in np.flatnonzero(topk_and_flags[-1]).tolist()}
+        for row, (sequence, token, logprob) in enumerate(
+            zip(sequences, ids_B.tolist(), logprobs_B.tolist(), strict=True)
+        ):
             if not sequence.is_open:
                 continue  # ended by an earlier token, cancelled, or failed with a sibling
-            if exhausted[row]:
-                self._settle(request, UserError(EXHAUSTED))
+            request = sequence.request
+            if errors and row in errors:
+                self._settle(request, errors[row])
                 continue
-            if np.isnan(logprobs[row]):
-                self._settle(request, UserError(NOT_FINITE))
-                continue
-            position = sequence.num_read
-            reason = sequence.append(token_ids[row], logprobs[row], topk_rows.get(row))
+            position = sequence.length - sequence.num_unread
+            topk = topk_rows.get(row) if topk_rows else None
+            reason = sequence.append(token, logprob, topk)
             if sequence.num_cached > position:
                 self._batcher.register(sequence, position, position + 1)
             if sequence.constraint and (error := sequence.constraint.error):
                 self._settle(request, error)
                 continue
             if request.sample.stream:
-                self._partials.append(_partial(sequence, token_ids[row], logprobs[row], topk_rows.get(row)))
+                self._partials.append(_partial(sequence, token, logprob, topk))
             if reason is None:
                 continue
             self._retire([sequence])
@@ -751,9 +791,9 @@ def _sort_by_adapter(spans: Seq[TokenSpan]) -> list[TokenSpan]:
     """Rows of one adapter are adjacent, so that each adapter multiplies once per linear. Adapters with equally many
     rows are adjacent, too, and those with many: they can share a batched matmul, whose matrices are reused.
     """
-    weights_ids = {id(span): span.sequence.request.weights.weights_id for span in spans}
-    if len(set(weights_ids.values())) == 1:
+    if len({id(span.sequence.request.weights) for span in spans}) == 1:
         return list(spans)
+    weights_ids = {id(span): span.sequence.request.weights.weights_id for span in spans}
     num_rows: Counter[int] = Counter()
     for span in spans:
         num_rows[weights_ids[id(span)]] += span.stop - span.start
@@ -770,28 +810,6 @@ def _recurrent_span(span: TokenSpan, first: int) -> RecurrentSpan:
     sequence = span.sequence
     cuts = cuts_between(span.start, span.stop, sequence.cuts)
     return RecurrentSpan(first, span.stop - span.start, sequence.state, cuts)
-
-
-def _choose(logits_BV: Tensor, sequences: Seq[Sequence]) -> SampledTokens:
-    """Sample each sequence's next token. Overwrites the logits."""
-    logits_BV = place_for_float64(logits_BV)
-    adjusted = adjust(logits_BV, sequences)
-    if adjusted is None:
-        return choose(logits_BV, draw_params(sequences))
-    return choose(logits_BV, draw_params(sequences), adjusted.logits_BV)._replace(exhausted_B=adjusted.exhausted_B)
-
-
-def draw_params(sequences: Seq[Sequence]) -> DrawParams:
-    params_B5 = np.array([sequence.request.draw for sequence in sequences])
-    temperature_B, top_k_B, top_p_B, min_p_B, num_top_B = params_B5.T
-    return DrawParams(
-        temperature_B=temperature_B.astype(np.float32),
-        top_k_B=top_k_B.astype(np.int64),
-        top_p_B=top_p_B,
-        uniform_B=np.array([uniform(s.request.seed, s.index, s.num_generated) for s in sequences]),
-        min_p_B=min_p_B,
-        num_top_B=num_top_B.astype(np.int64),
-    )
 
 
 def _grammar_of(sample: Sample) -> Grammar | None:

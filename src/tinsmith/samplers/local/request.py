@@ -24,6 +24,7 @@ from tinsmith.backends.torch.vision import ImageInput
 from tinsmith.samplers.local.kv_cache import chain_key, root_key
 from tinsmith.samplers.local.prompt_logprobs import PromptScores, empty_topk
 from tinsmith.samplers.local.reasoning import Constraint
+from tinsmith.samplers.local.sampling import UNIFORMS_OF_BLOCK, draw_uniforms
 from tinsmith.samplers.local.state_pool import SequenceState
 from tinsmith.types import F32, I32, I64, Sample, SampledSequence, SampleResult
 
@@ -62,12 +63,10 @@ class StopRule:
 
     def push(self, token: int) -> bool:
         """Whether the sequence ends with this token."""
-        self._num_pushed += 1
-        if token in self.tokens:
-            return True
-        return bool(self._strings) and self._push_text(token)
+        return token in self.tokens or (bool(self._strings) and self._push_text(token))
 
     def _push_text(self, token: int) -> bool:
+        self._num_pushed += 1
         self._window.append(token)
         text = self._stable_text()
         new, self._num_matched = text[self._num_matched :], max(self._num_matched, len(text))
@@ -119,7 +118,9 @@ class Request:
         self.max_new_tokens = max_new_tokens
         self.seed = secrets.randbits(64) if sample.params.seed is None else sample.params.seed
         self.prompt_cache_hit_tokens: int | None = None
-        self.forked = False
+        self.max_length = self.num_prompt + max_new_tokens
+        self.forked = sample.num_samples == 1
+        """Whether all of its answers exist."""
         self.scores = PromptScores(sample, self.seed)
         self._answers: dict[int, SampledSequence] = {}
 
@@ -136,10 +137,8 @@ class Request:
         adjustments = self.sample.params.adjustments
         if adjustments is None:
             return False
-        has_penalty = (
-            adjustments.repetition_penalty != 1.0 or adjustments.frequency_penalty or adjustments.presence_penalty
-        )
-        return bool(adjustments.grammar or adjustments.reasoning or adjustments.bad_words or has_penalty)
+        is_constrained = adjustments.grammar or adjustments.reasoning or adjustments.bad_words
+        return bool(is_constrained) or adjustments.has_penalty
 
     @cached_property
     def allowed_ids(self) -> I64:
@@ -176,7 +175,7 @@ class Request:
 
 class Sequence:
     """Answer `index` of a request. `order` is the age: the youngest is preempted first. Sequences of one `scope` share
-    the batch's slots. `counts` maps generated tokens to how often they occur.
+    the batch's slots.
     """
 
     def __init__(self, request: Request, index: int, stop: StopRule, constraint: Constraint | None = None) -> None:
@@ -186,7 +185,6 @@ class Sequence:
         self.scope = request.sample.cache_scope
         self.stop = stop
         self.constraint = constraint
-        self.counts: dict[int, int] = {}
         self.length = request.num_prompt
         self.num_unread = 0
         self.unread_row = 0
@@ -197,12 +195,16 @@ class Sequence:
         self.tokens_T[: self.length] = request.sample.prompt_T
         self.num_cached = 0
         self.blocks: list[int] = []
+        self.writable_end = 0
+        """Positions before it that are not cached yet have a block that no other sequence reads."""
         self.state: SequenceState | None = None
         self.cuts: tuple[int, ...] = ()
         """Block boundaries at which a snapshot of the state is stored."""
         self.tail: tuple[int, SequenceState] | None = None
         """The position of the answer's last full block so far, and the state there."""
         self._keys: list[bytes] = [root_key(request.weights.weights_id, request.sample.cache_scope)]
+        self._uniforms: list[float] = []
+        self._uniforms_block = -1
         self._logprobs: list[float] = []
         self._topk: list[TopRow] = []
 
@@ -216,13 +218,18 @@ class Sequence:
         return self.length - self.num_unread
 
     @property
+    def answer_T(self) -> I32:
+        """The generated tokens."""
+        return self.tokens_T[self.request.num_prompt : self.length]
+
+    @property
     def num_generated(self) -> int:
         return self.length - self.request.num_prompt
 
     @property
     def is_full(self) -> bool:
         """Whether as many tokens were drawn as the request allows."""
-        return self.num_generated >= self.request.max_new_tokens
+        return self.length >= self.request.max_length
 
     @property
     def num_reusable(self) -> int:
@@ -248,6 +255,14 @@ class Sequence:
             if image.start < stop and image.stop > start
         )
 
+    def next_uniform(self) -> float:
+        """The uniform number that draws the next token."""
+        block, offset = divmod(self.length - self.request.num_prompt, UNIFORMS_OF_BLOCK)
+        if block != self._uniforms_block:
+            self._uniforms = draw_uniforms(self.request.seed, self.index, block)
+            self._uniforms_block = block
+        return self._uniforms[offset]
+
     def extend(self, row: int) -> None:
         """Count a token that was drawn in this row of a step and will be read later."""
         if self.length == len(self.tokens_T):
@@ -263,25 +278,24 @@ class Sequence:
         """
         if not self.num_unread:
             self.extend(0)
-        self.tokens_T[self.num_read] = token
+        position = self.length - self.num_unread
+        self.tokens_T[position] = token
         self.num_unread -= 1
-        reason = self._record(token, logprob, topk)
-        if reason is not None:
-            self.length, self.num_unread = self.num_read, 0
-        return reason
-
-    def _record(self, token: int, logprob: float, topk: TopRow | None) -> str | None:
-        self.counts[token] = self.counts.get(token, 0) + 1
         self._logprobs.append(logprob)
         if topk is not None:
             self._topk.append(topk)
-        if self.stop.push(token):
-            return "stop"
-        if self.constraint is not None:
+        is_last = self.stop.push(token)
+        if not is_last and self.constraint is not None:
             self.constraint.push(token)
-            if self.constraint.is_finished:
-                return "stop"
-        return "length" if self.num_read - self.request.num_prompt >= self.request.max_new_tokens else None
+            is_last = self.constraint.is_finished
+        if is_last:
+            reason = "stop"
+        elif position + 1 >= self.request.max_length:
+            reason = "length"
+        else:
+            return None
+        self.length, self.num_unread = position + 1, 0
+        return reason
 
     def answer(self, stop_reason: str) -> SampledSequence:
         topk = empty_topk(len(self._topk), self.request.sample.topk_sample_logprobs) if self._topk else None
@@ -290,7 +304,7 @@ class Sequence:
             topk.token_ids_Tk[row, : len(ids_k)] = ids_k
             topk.logprobs_Tk[row, : len(ids_k)] = logprobs_k
         return SampledSequence(
-            tokens_T=self.tokens_T[self.request.num_prompt : self.length].copy(),
+            tokens_T=self.answer_T.copy(),
             logprobs_T=np.array(self._logprobs, np.float32),
             stop_reason=stop_reason,
             topk=topk,

@@ -135,16 +135,15 @@ class Batcher:
         is_shared = self._is_shared()
         if is_shared:
             self._preempt_for_waiting()
-        scheduled_ids: set[int] = set()
         for sequence in self._smallest_scope_first() if is_shared else tuple(self.running):
-            if scopes is not None and sequence.scope not in scopes:
+            start, stop = sequence.num_cached, sequence.length
+            if stop - start != 1 or not sequence.blocks or (scopes is not None and sequence.scope not in scopes):
                 continue
-            if sequence.num_pending == 1 and sequence.blocks and self._make_writable(sequence, step, scheduled_ids):
-                step.spans.append(TokenSpan(sequence, sequence.num_cached, sequence.length))
-                scheduled_ids.add(id(sequence))
+            if start < sequence.writable_end or self._make_writable(sequence, step):
+                step.spans.append(TokenSpan(sequence, start, stop))
         budget = max(self._max_tokens - len(step.spans), 1)
         queues = {scope: queue for scope, queue in self._queues().items() if scopes is None or scope in scopes}
-        prefilling = [s for s in self.running if s.num_pending > 1 and (scopes is None or s.scope in scopes)]
+        prefilling = [s for s in self.running if s.length - s.num_cached > 1 and (scopes is None or s.scope in scopes)]
         budget -= self._continue_prompts(prefilling, budget, step, queues)
         self._admit_waiting(budget, step, queues)
         written = {target for _, target in step.copies}
@@ -215,15 +214,19 @@ class Batcher:
         self._max_sequences = min(self._sequence_limit, 2 * self._max_sequences)
         self._max_tokens = min(self._token_limit, 2 * self._max_tokens)
 
-    def advance(self, span: TokenSpan) -> None:
-        """The span's keys and values are cached: register its full blocks for other prompts."""
-        self.register(span.sequence, span.start, min(span.stop, span.sequence.num_read))
-        span.sequence.num_cached = span.stop
+    def advance(self, spans: Iterable[TokenSpan]) -> None:
+        """The spans' keys and values are cached: register their full blocks for other prompts."""
+        for sequence, start, stop in spans:
+            self.register(sequence, start, min(stop, sequence.length - sequence.num_unread))
+            sequence.num_cached = stop
 
     def register(self, sequence: Sequence, start: int, stop: int) -> None:
         """Register the blocks that tokens start..stop, cached and known, have completed."""
+        first, end = start // self.block_size, stop // self.block_size
+        if first >= end:
+            return
         weights = sequence.request.weights
-        for index in range(start // self.block_size, stop // self.block_size):
+        for index in range(first, end):
             key = sequence.key(index, self.block_size)
             if weights.alive:
                 self.pool.register(sequence.blocks[index], key, weights.weights_id)
@@ -235,6 +238,7 @@ class Batcher:
 
         The others wait for a slot and will find the prompt's full blocks by key.
         """
+        parent.writable_end = 0
         room = max(self._max_sequences - len(self.running), 0)
         for child in children[:room]:
             self.pool.acquire(parent.blocks)
@@ -273,6 +277,8 @@ class Batcher:
         return stop - start
 
     def _admit_waiting(self, budget: int, step: SamplerStep, queues: ScopeQueues) -> None:
+        if not queues:
+            return
         counts = Counter(sequence.scope for sequence in self.running)
         deferred = 0
         while budget > 0 and len(self.running) < self._max_sequences and deferred < MAX_DEFERRED:
@@ -293,8 +299,7 @@ class Batcher:
 
     def _is_shared(self) -> bool:
         """Whether sequences of several scopes are present."""
-        sequences = [*self.running, *self.waiting]
-        return any(sequence.scope != sequences[0].scope for sequence in sequences)
+        return len({sequence.scope for sequence in (*self.running, *self.waiting)}) > 1
 
     def _queues(self) -> ScopeQueues:
         """The waiting sequences of each scope that can be admitted, oldest first."""
@@ -406,28 +411,30 @@ class Batcher:
         insort(self.running, sequence, key=_order)
         return True
 
-    def _make_writable(self, sequence: Sequence, step: SamplerStep, scheduled_ids: Container[int]) -> bool:
-        """Give a decoding sequence its own block for the next token; False if it was itself preempted. Sequences in
-        `scheduled_ids` are already part of the step and keep their blocks.
+    def _make_writable(self, sequence: Sequence, step: SamplerStep) -> bool:
+        """Give a decoding sequence its own block for the next token; False if it was itself preempted. Sequences that
+        are already part of the step keep their blocks.
         """
         index = sequence.num_cached // self.block_size
         while True:
             has_block = index < len(sequence.blocks)
             if has_block and self.pool.refs(sequence.blocks[index]) == 1:
+                sequence.writable_end = (index + 1) * self.block_size
                 return True
             allocated = self.pool.allocate(1)
             if allocated is not None:
                 break
-            victim = self._victim(sequence, scheduled_ids)
+            victim = self._victim(sequence, {id(span.sequence) for span in step.spans})
             self._preempt(victim)
             if victim is sequence:
                 return False
         if has_block:
             step.copies.append((sequence.blocks[index], allocated[0]))
             self.pool.release([sequence.blocks[index]])
-            sequence.blocks[index] = allocated[0]
+            sequence.blocks = [*sequence.blocks[:index], allocated[0]]  # a new list: decode graphs know the old one
         else:
             sequence.blocks.append(allocated[0])
+        sequence.writable_end = (index + 1) * self.block_size
         return True
 
     def _victim(self, sequence: Sequence, scheduled_ids: Container[int]) -> Sequence:
@@ -451,7 +458,7 @@ class Batcher:
     def _free_blocks(self, sequence: Sequence) -> None:
         self.pool.release(sequence.blocks)
         sequence.blocks = []
-        sequence.num_cached = 0
+        sequence.num_cached = sequence.writable_end = 0
         sequence.state = sequence.tail = None
         if self._computing:
             self._computing = {key: owner for key, owner in self._computing.items() if owner is not sequence}
