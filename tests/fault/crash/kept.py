@@ -20,7 +20,7 @@ from support.live import free_port
 from tinsmith.auth.keys import Keys
 from tinsmith.db.factory import open_database
 
-START_S = 60.0
+START_S = 300.0
 TENANTS = ("ann", "bob", "cal")
 
 

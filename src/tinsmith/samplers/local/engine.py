@@ -52,7 +52,7 @@ from tinsmith.samplers.local.memory import CacheBudget
 from tinsmith.samplers.local.paged_attention import PagedPlan, SequenceRows
 from tinsmith.samplers.local.prompt_logprobs import max_target, score_prompt
 from tinsmith.samplers.local.request import Request, Sequence, TopRow, Weights
-from tinsmith.samplers.local.sampling import DrawParams, SampledTokens, choose
+from tinsmith.samplers.local.sampling import DrawParams, SampledTokens, choose, uniform
 from tinsmith.samplers.local.scheduler import Batcher, SamplerStep, TokenSpan
 from tinsmith.samplers.local.state_pool import SequenceState, StatePool
 from tinsmith.samplers.local.states import (
@@ -678,7 +678,7 @@ class LocalSampler:
 
     def _draw_params(self, sequences: Seq[Sequence]) -> DrawParams:
         """Mostly those of the step before, with other numbers."""
-        uniform_B = np.array([sequence.next_uniform() for sequence in sequences])
+        uniform_B = np.array([uniform(s.request.seed, s.index, s.length - s.request.num_prompt) for s in sequences])
         last_sequences, draws = self._drawing
         if draws is not None and sequences == last_sequences:
             return replace(draws, uniform_B=uniform_B)

@@ -24,7 +24,6 @@ from tinsmith.backends.torch.vision import ImageInput
 from tinsmith.samplers.local.kv_cache import chain_key, root_key
 from tinsmith.samplers.local.prompt_logprobs import PromptScores, empty_topk
 from tinsmith.samplers.local.reasoning import Constraint
-from tinsmith.samplers.local.sampling import UNIFORMS_OF_BLOCK, draw_uniforms
 from tinsmith.samplers.local.state_pool import SequenceState
 from tinsmith.types import F32, I32, I64, Sample, SampledSequence, SampleResult
 
@@ -203,8 +202,6 @@ class Sequence:
         self.tail: tuple[int, SequenceState] | None = None
         """The position of the answer's last full block so far, and the state there."""
         self._keys: list[bytes] = [root_key(request.weights.weights_id, request.sample.cache_scope)]
-        self._uniforms: list[float] = []
-        self._uniforms_block = -1
         self._logprobs: list[float] = []
         self._topk: list[TopRow] = []
 
@@ -254,14 +251,6 @@ class Sequence:
             for image in self.request.sample.images
             if image.start < stop and image.stop > start
         )
-
-    def next_uniform(self) -> float:
-        """The uniform number that draws the next token."""
-        block, offset = divmod(self.length - self.request.num_prompt, UNIFORMS_OF_BLOCK)
-        if block != self._uniforms_block:
-            self._uniforms = draw_uniforms(self.request.seed, self.index, block)
-            self._uniforms_block = block
-        return self._uniforms[offset]
 
     def extend(self, row: int) -> None:
         """Count a token that was drawn in this row of a step and will be read later."""

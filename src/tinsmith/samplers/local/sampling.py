@@ -34,16 +34,13 @@ from tinsmith.runtime.devices import runs_kernels
 CANDIDATES = 128  # on a CPU top-p first tries this many of the likeliest tokens, since a full sort takes much longer
 PIECE = 64  # inverting a distribution first picks a piece of this many entries, then an entry
 MIN_LOG_WEIGHT = -87.0  # float32 weights with a smaller logarithm lose digits, and then become 0
-UNIFORMS_OF_BLOCK = 8  # the most that one hash gives
 ALMOST_ONE = 1 - 2.0**-52  # its product with a total stays below the total despite rounding
 
 
-def draw_uniforms(seed: int, index: int, block: int) -> list[float]:
-    """UNIFORMS_OF_BLOCK numbers in [0, 1), for as many tokens of one sample: each 53 bits of a hash of (seed, index,
-    block).
-    """
-    digest = hashlib.blake2b(f"{seed},{index},{block}".encode(), digest_size=8 * UNIFORMS_OF_BLOCK).digest()
-    return ((np.frombuffer(digest, "<u8") >> np.uint64(11)) * 2.0**-53).tolist()
+def uniform(seed: int, index: int, position: int) -> float:
+    """A number in [0, 1) for one token of one sample: 53 bits of a hash of (seed, index, position)."""
+    digest = hashlib.blake2b(f"{seed},{index},{position}".encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
 def uniforms(seed: int, num: int) -> npt.NDArray[np.float64]:
