@@ -60,7 +60,6 @@ def test_new_runs_are_spread_over_the_engines(cluster: Cluster, client: RawClien
     assert sorted(str(owners[run]) for run in runs) == ["one", "one", "two", "two"]
 
 
-@pytest.mark.smoke
 def test_the_other_engine_continues_a_killed_engines_runs(cluster: Cluster, client: RawClient) -> None:
     runs = [client.model() for _ in range(4)]
     step_runs(client, runs, 1)

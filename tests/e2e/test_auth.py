@@ -163,7 +163,6 @@ def test_a_revoked_key_and_its_tokens_end_in_the_middle_of_a_run(keyed_server: K
         service.close("errored").result()
 
 
-@pytest.mark.smoke
 def test_two_tenants_share_only_published_objects(keyed_server: Keyed) -> None:
     with keyed_server.service(keyed_server.alice) as hers, keyed_server.service(keyed_server.bob) as his:
         model = train_once(hers)

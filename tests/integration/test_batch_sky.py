@@ -193,6 +193,7 @@ def test_positional_arguments_cannot_repeat_as_keywords() -> None:
         batch.from_items([]).map(len, "local", 2, batch.JsonWriter("o.jsonl"), None, True, 1)  # type: ignore[misc]
 
 
+@pytest.mark.extended
 def test_the_names_for_the_states_of_batches(
     server: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

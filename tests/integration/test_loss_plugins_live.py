@@ -59,6 +59,7 @@ def test_the_sdk_trains_with_a_plugin_by_its_name(site: Path, tmp_path: Path, mo
         assert "example-losses 0.1" in (tmp_path / "data" / "server.log").read_text()
 
 
+@pytest.mark.extended
 def test_a_server_does_not_start_with_a_plugin_that_cannot_be_imported(site: Path, tmp_path: Path) -> None:
     install(site, "bad-loss", {"x": "LOSS"}, "import no_such_module\n")
     command = [

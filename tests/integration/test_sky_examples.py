@@ -93,6 +93,7 @@ def test_the_example_with_formats_of_its_own(server: LiveServer, bucket: Bucket,
     assert not [key for key in bucket.keys("output/") if ".sky_batch_tmp" in key]
 
 
+@pytest.mark.extended
 def test_a_pool_that_the_server_lacks_is_refused_with_what_to_set(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
