@@ -14,6 +14,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 QUICK = {
+    "decode_host": "--rows 2 4 --steps 3 --runs 1",
     "recording": "--rounds 3",
 }
 SLOW = {
