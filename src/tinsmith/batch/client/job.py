@@ -32,7 +32,7 @@ from tinsmith.batch.formats.registry import (
     in_format,
     request_dict,
 )
-from tinsmith.batch.types import OutputInfo, PartInfo, Row, RowRange, part_base, staging_of
+from tinsmith.batch.types import IF_EXISTS, OutputInfo, PartInfo, Row, RowRange, part_base, staging_of
 from tinsmith.batch.worker.io_operations import delete_staging
 from tinsmith.errors import NotFoundError, TinsmithError, UserError
 from tinsmith.runtime import notebook
@@ -454,6 +454,8 @@ class Job:
     def export(self, target: str, output: int = 0, if_exists: str = "error") -> OutputInfo:
         """Writes one output to `target`: all of it once the job has succeeded, before that what is committed. Raises
         UserError, FileExistsError, FileNotFoundError."""
+        if if_exists not in IF_EXISTS:
+            raise UserError(f"if_exists is {if_exists!r}; it must be one of {list(IF_EXISTS)}")
         rows = CommittedRows(self._client, self.job_id, output)
         publishing.check_output(target, if_exists)
         name = f"export-{self.job_id}-{uuid.uuid4().hex[:8]}"
