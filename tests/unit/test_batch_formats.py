@@ -347,6 +347,9 @@ def test_openai_batch_files_are_checked_whole_and_answered_by_custom_id(tmp_path
     )
     [line] = all_rows(batch.JsonReader(f"{tmp_path}/o.jsonl"))
     assert line["id"].startswith("batch_req_") and line["error"] is None and line["custom_id"] == "a"
+    result = {"custom_id": "a", "response": {"status_code": 200}}
+    again, other = (json.loads(batch.OpenAIBatchWriter(f"{tmp_path}/{name}.jsonl").line(result)) for name in "op")
+    assert again["id"] == line["id"] != other["id"], "an id is of one request of one output"
     with pytest.raises(ValueError, match="either"):
         batch.OpenAIBatchWriter("o.jsonl").check({"custom_id": "a"})
 

@@ -264,9 +264,10 @@ class Reconciler:
         NotFoundError."""
         results = results_of(self._parts.jobs, job, batch.total)
         path = self._input(batch) if results.missing else join(self._directory(batch), "input.jsonl")
+        max_line_bytes, undone_error = self._settings.max_body_bytes, UNDONE_ERRORS[status]
         sources = {
             "output": (success_lines(results), succeeded),
-            "error": (error_lines(results, path, self._settings.max_body_bytes, UNDONE_ERRORS[status]), failed),
+            "error": (error_lines(results, batch.batch_id, path, max_line_bytes, undone_error), failed),
         }
         retention_s = RETENTION_S if batch.output_expires_s is None else batch.output_expires_s
         files: dict[str, ResultsFile] = {}
