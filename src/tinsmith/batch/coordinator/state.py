@@ -84,7 +84,7 @@ CHECKPOINT_CHUNKS = 8
 """Chunks between two checkpoints, so that SQLite's log stays below the size at which a commit must empty it."""
 PAUSE_S = 0.0002
 """The pause between two chunks, so that other writers get SQLite's lock."""
-COMPLETE_MESSAGES = (ProgramError.__name__, InputChangedError.__name__)
+COMPLETE_MESSAGES = (ProgramError.__name__, InputChangedError.__name__, UserError.__name__)
 """Errors whose message needs no class before it."""
 
 
