@@ -65,14 +65,13 @@ from tinsmith.batch.types import (
     part_base,
 )
 from tinsmith.batch.worker.frames import Message
+from tinsmith.batch.worker.worker import MAX_GROUP
 from tinsmith.db.database import now
 from tinsmith.runtime.background import within
 from tinsmith.runtime.failpoints import hit
 
 GROUP_S = 0.05
 """The work of a group of batches, in seconds of its worker."""
-MAX_GROUP = 256
-"""The most that a worker takes in one request."""
 BURST_S = 1.0
 """How far ahead of its rate a job may begin batches, in seconds of the rate."""
 FAILED_ROWS_PAGE = 1000
@@ -717,7 +716,7 @@ class JobRun:
         with tempfile.TemporaryDirectory(prefix="tinsmith-batch-") as directory:
             winners, failures = Path(directory) / "winners", Path(directory) / "failures"
             batches = self._jobs.iter_committed_batches(self.job.job_id)
-            await asyncio.to_thread(_write_lines, winners, (parts for _, parts in batches))
+            await asyncio.to_thread(_write_lines, winners, (batch.parts for batch in batches))
             await asyncio.to_thread(_write_lines, failures, _iter_failed_rows(self._jobs, self.job.job_id))
             for index, kind in enumerate(formats):
                 path = winners if index < len(self._spec.batch_output_formats) else failures

@@ -72,7 +72,7 @@ def results_of(jobs: BatchJobs, job: JobRecord | None, total: int) -> Results:
         results.succeeded, results.failed = [_part_of_output(succeeded)], [_part_of_output(failed)]
     else:
         expected = 0
-        for span, parts in jobs.iter_committed_batches(job.job_id):
+        for span, parts, _ in jobs.iter_committed_batches(job.job_id):
             for sources, part in zip((results.succeeded, results.failed), parts, strict=False):
                 sources.append(PartInfo.from_dict(part))
             if span.start_idx > expected:

@@ -42,6 +42,7 @@ WATCH_S = 0.2
 MAX_IN_FLIGHT = MAX_CONCURRENT_BATCHES + 1
 """The most groups of attempts with a worker."""
 MAX_GROUP = 256
+"""The most attempts in one group."""
 GATHER_S = 0.02
 """How long a settled attempt waits for others, to be sent in one message."""
 MAX_THREADS = 8
