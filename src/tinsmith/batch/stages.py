@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tinsmith.batch.types import CHAIN, MAX_CONCURRENT_BATCHES, unpack_payload
+from tinsmith.batch.types import MAX_CONCURRENT_BATCHES, steps_in
 
 OPERATIONS = "operations"
 """The type of a step of operations (`operations/`)."""
@@ -57,12 +57,7 @@ class JobStage:
 
 def stages_of(payload: str) -> list[JobStage]:
     """The stages of a payload; none for an invalid one."""
-    try:
-        data = unpack_payload(payload)
-    except ValueError:
-        return []
-    steps = data.get("steps") if data.get("type") == CHAIN else [data]
-    return split([step for step in steps if isinstance(step, dict)]) if isinstance(steps, list) else []
+    return split([step for step in steps_in(payload) if isinstance(step, dict)])
 
 
 def split(steps: Sequence[Mapping[str, Any]]) -> list[JobStage]:

@@ -447,6 +447,16 @@ def unpack_payload(payload: str) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
+def steps_in(payload: str) -> list[object]:
+    """The payloads of the steps of a chain, or the one of a single step, unchecked; none for an invalid payload."""
+    try:
+        data = unpack_payload(payload)
+    except ValueError:
+        return []
+    steps = data.get("steps") if data.get("type") == CHAIN else [data]
+    return steps if isinstance(steps, list) else []
+
+
 def identity_of(payload: str) -> str:
     """A digest that is equal for two payloads if and only if they do the same: of the source, or a pickled function's
     `identity`, its parameters and how it is called, or of the operations. Runs nothing of a payload; for an invalid
