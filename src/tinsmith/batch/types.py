@@ -447,7 +447,7 @@ def unpack_payload(payload: str) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
-def steps_in(payload: str) -> list[object]:
+def steps_in(payload: str) -> Sequence[object]:
     """The payloads of the steps of a chain, or the one of a single step, unchecked; none for an invalid payload."""
     try:
         data = unpack_payload(payload)

@@ -23,14 +23,13 @@ import orjson
 
 from tinsmith.batch.formats import publishing
 from tinsmith.batch.formats.encoding import encode, select_columns
-from tinsmith.batch.formats.file_split import check_rows_per_file, publish_split, rows_per_file_field, split_items
+from tinsmith.batch.formats.file_split import SplitFileWriter, publish_split, split_items
 from tinsmith.batch.formats.lines import LinesReader, compress_for_path, open_decompressed
 from tinsmith.batch.formats.part_lists import FilledParts
 from tinsmith.batch.formats.registry import (
     COMPRESSED_ENDINGS,
     INPUT_READER_REGISTRY,
     OUTPUT_WRITER_REGISTRY,
-    FileWriter,
 )
 from tinsmith.batch.types import OutputInfo, PartInfo, Row, RowRange
 from tinsmith.errors import UserError
@@ -80,22 +79,15 @@ class CsvReader(LinesReader):
 
 @OUTPUT_WRITER_REGISTRY.type_register(name="csv")
 @dataclass
-class CsvWriter(FileWriter):
+class CsvWriter(SplitFileWriter):
     """`column` names the columns to write, all where it is None."""
 
     column: str | list[str] | None = None
     delimiter: str = ","
-    rows_per_file: int | None = rows_per_file_field()
-    """The rows of each file of a directory; None for one file."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_delimiter(self.delimiter)
-        check_rows_per_file(self.rows_per_file, self.path)
-
-    @property
-    def _is_split(self) -> bool:
-        return self.rows_per_file is not None
 
     def check(self, row: Row) -> None:
         for value in select_columns(row, self.column).values():
