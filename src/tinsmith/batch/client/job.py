@@ -121,13 +121,10 @@ class CommittedRows:
     def following(self, batch_in_reading: Row, num_read: int) -> Iterator[Row]:
         """Once the parts are deleted: what is left of a batch of which so many rows were read, and the rows of those
         that were committed after it, in input order. Raises NotFoundError."""
-        published = self._open_published()
         for batch in self.batches():
-            part = self.part(batch)
-            num_rows, later = part.rows if part else 0, batch["commit_number"] - batch_in_reading["commit_number"]
-            yield from islice(
-                islice(published, num_rows), num_read if later == 0 else 0 if later > 0 else num_rows, None
-            )
+            later = batch["commit_number"] - batch_in_reading["commit_number"]
+            if later >= 0:
+                yield from islice(self.of(batch), num_read if later == 0 else 0, None)
 
     def _open_published(self) -> Iterator[Row]:
         status = self._client.status(self._job_id)
