@@ -30,7 +30,7 @@ from typing import Any, Generic, TypeVar
 
 import structlog
 
-from tinsmith.batch.types import MAX_CONCURRENT_BATCHES, AttemptFailure, FailureCause
+from tinsmith.batch.types import MAX_CONCURRENT_BATCHES, Assignment, AttemptFailure, FailureCause
 from tinsmith.batch.worker.children import Child, ChildError, IoProcess
 from tinsmith.batch.worker.frames import Message
 from tinsmith.batch.worker.mapper_process import Attempt, MapperProcess
@@ -48,7 +48,7 @@ GATHER_S = 0.02
 MAX_THREADS = 8
 """The most calls of one worker that block on its children at a time."""
 OPERATIONS = ("plan", "issue_token", "publish", "delete", "give_up")
-ASSIGNMENT = ("batch_idx", "start_idx", "end_idx", "attempt_id", "part_bases", "schemas")
+ASSIGNMENT = tuple(Assignment.__dataclass_fields__)
 
 log = structlog.get_logger()
 
