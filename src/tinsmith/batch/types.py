@@ -5,25 +5,6 @@ Invariants:
 - A part is immutable. Its path holds the attempt that wrote it, and only parts of winning attempts are published.
 - Nothing here runs a user's code. A user's class travels as source and is built in workers only
   (`formats/registry.py`); the server treats the dictionaries of a `JobSpec` as opaque.
-
-Routes below /api/v1/batch/jobs, all JSON:
-- POST, a `JobSpec` -> {job_id}; GET -> {jobs: [status]}; GET /ID -> status: {job_id, name, status, pool,
-  batch_total_batches, batch_completed_batches, total_rows, rows_ok, rows_failed, tokens_in, tokens_out,
-  worker_seconds: of workers that have ended, error, created_at, started_at, ended_at, outputs: [OutputInfo],
-  waiting: why no worker has started, after a minute, or null,
-  first_error: the first failed row as in /errors, or null, workers: [{worker_id, kind, state, started_at, batches,
-  rows, first_row, retried}], the last four of its batches now, machines_set_aside: [{machine, failures, until, error}]:
-  those on which the function could not be set up};
-- GET /ID/batches -> {batches: [...]}; POST /ID/cancel -> status; POST /ID/resume, {} or {batch_output_formats} ->
-  {job_id} of the new job;
-- GET /ID/errors?after=IDX&limit=N -> {errors: [RowFailure, attempts, worker], next: the `after` of the next page, or
-  null}, by ascending `idx`;
-- GET /ID/events -> SSE: a status whenever it changes, the last with a terminal status;
-- GET /ID/logs?worker=ID&after=BYTES -> {workers: [{worker_id, bytes}], lines: [{at, stream, batch_idx, attempt_id,
-  text}], after}: the workers that printed on this server, and the lines of one of them;
-- GET /ID/partial?after=START_IDX&limit=N -> {outputs: [writer], part_formats, input_version, batches: [{start_idx,
-  end_idx, parts, commit_number}]} and the fields of `job_identity.describe_job`; committed batches by ascending
-  `start_idx`, or with order=commits&after=COMMIT_NUMBER by that.
 """
 
 from __future__ import annotations
