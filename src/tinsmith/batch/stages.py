@@ -18,13 +18,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tinsmith.batch.types import MAX_CONCURRENT_BATCHES, steps_in
+from tinsmith.batch.markers import OF_STEPS, names_with
+from tinsmith.batch.types import MAX_CONCURRENT_BATCHES, JobSpec, steps_in
 
 OPERATIONS = "operations"
 """The type of a step of operations (`operations/`)."""
 AMOUNTS = ("num_cpus", "num_gpus", "memory")
 INTERPRETER = ("python", "batch_activate_env")
-STAGE_OPTIONS = (*AMOUNTS, "resources", "concurrency", "min_concurrency", *INTERPRETER)
+STAGE_OPTIONS = names_with(JobSpec, OF_STEPS)
 """The fields of a `JobSpec` that a step may have for itself, as its `stage_options`."""
 MAX_PROCESSES = MAX_CONCURRENT_BATCHES
 """The most processes of a stage in one worker."""

@@ -21,6 +21,7 @@ from tinsmith.batch.formats.input_versions import InputChangedError, Version
 from tinsmith.batch.formats.schemas import Schema
 from tinsmith.batch.markers import (
     DECIDES_ROWS,
+    OF_STEPS,
     SET_BY_SERVER,
     Amount,
     Bounds,
@@ -323,9 +324,9 @@ class JobSpec:
     """The writer that takes the failed rows."""
     batch_tokens: Annotated[Count | None, Option(), DECIDES_ROWS] = None
     """The most tokens of a batch, as `InputReader.row_sizes` estimates them; None for no limit."""
-    batch_activate_env: Annotated[str | None, Option("activate_env")] = None
+    batch_activate_env: Annotated[str | None, Option("activate_env"), OF_STEPS] = None
     """A virtual environment's directory, to take the interpreter from, or a shell command that activates one."""
-    python: Annotated[str | None, Option()] = None
+    python: Annotated[str | None, Option(), OF_STEPS] = None
     """The interpreter of the mapper's process."""
     max_failed_rows: Annotated[Amount, Option(), DECIDES_ROWS] = 0
     """A count, or below 1 a share of all rows."""
@@ -339,17 +340,17 @@ class JobSpec:
     retry_on: Annotated[list[str] | None, Option()] = None
     """Names of the classes of errors after which rows are tried again (`is_retried`). A function of rows is tried again
     only for these; without them, any of its errors fails its row."""
-    concurrency: Annotated[Count | None, Option()] = None
+    concurrency: Annotated[Count | None, Option(), OF_STEPS] = None
     """The most workers of the pool that run the job at a time; None for all."""
-    min_concurrency: Annotated[Count | None, Option()] = None
+    min_concurrency: Annotated[Count | None, Option(), OF_STEPS] = None
     """The workers that the job has before others of its priority have any, and that it does not leave to them while it
     has batches for them (`coordinator.FairShare`); None for its share alone."""
     max_concurrent_batches: Annotated[int, Bounds(1, MAX_CONCURRENT_BATCHES), Option()] = 8
     """The most batches that a worker runs at a time, if one of the steps is asynchronous."""
-    num_cpus: Annotated[Amount | None, Option()] = None
-    num_gpus: Annotated[Amount | None, Option()] = None
-    memory: Annotated[Count | None, Option()] = None
-    resources: Annotated[dict[str, Rate] | None, Option()] = None
+    num_cpus: Annotated[Amount | None, Option(), OF_STEPS] = None
+    num_gpus: Annotated[Amount | None, Option(), OF_STEPS] = None
+    memory: Annotated[Count | None, Option(), OF_STEPS] = None
+    resources: Annotated[dict[str, Rate] | None, Option(), OF_STEPS] = None
     """The resources of each worker, by Ray's names and units (`memory` in bytes); None for the pool's. On a cluster,
     Ray reserves it. On one machine, fewer workers run the job at a time (`pools/specs.py`)."""
     requests_per_minute: Annotated[Rate | None, Option()] = None

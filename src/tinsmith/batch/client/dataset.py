@@ -27,6 +27,7 @@ from tinsmith.batch.client.job import Job
 from tinsmith.batch.client.local_run import DryRun
 from tinsmith.batch.client.options import (
     OUTPUT_OPTIONS,
+    SPEC_FIELDS,
     JobOptions,
     MapOptions,
     RunOptions,
@@ -479,8 +480,7 @@ def _shorten(text: str) -> str:
 
 def _take_stage_options(options: dict[str, Any]) -> dict[str, Any]:
     """Remove the options of a stage from those of a job, and return them by their names in a specification."""
-    names = {"batch_activate_env": "activate_env"}
-    stage_options = {name: options.pop(names.get(name, name), None) for name in STAGE_OPTIONS}
+    stage_options = {field: options.pop(name, None) for name, field in SPEC_FIELDS.items() if field in STAGE_OPTIONS}
     return {
         name: os.path.expanduser(value) if name in INTERPRETER and isinstance(value, str) else _copy_option(value)
         for name, value in stage_options.items()
