@@ -21,7 +21,7 @@ from tinsmith.batch.client.http import Client
 from tinsmith.batch.types import Assignment
 from tinsmith.batch.worker.logs import JobLogs, TaggedOutput, strip_tags
 from tinsmith.cli import batch as batch_cli
-from tinsmith.errors import NotFoundError
+from tinsmith.errors import NotFoundError, UserError
 
 ROWS = 12
 MAPPERS = """
@@ -329,7 +329,11 @@ def block_publishing(blocker: str) -> None:
         batch.save_results([{"n": row["n"], "image": np.full((2, 2, 3), row["n"], np.uint8)} for row in rows])
 
 
-def test_a_choice_for_an_existing_output_and_a_target_of_another_format_are_refused(run: Any, tmp_path: Path) -> None:  # noqa: ANN401
+def test_a_choice_for_an_existing_output_and_a_target_of_another_format_are_refused(
+    run: Any,  # noqa: ANN401
+    server: LiveServer,
+    tmp_path: Path,
+) -> None:
     status, _, complaint = run(*DOUBLE, "--if-exists", "bogus")
     assert (status, complaint) == (
         2,
@@ -338,10 +342,16 @@ def test_a_choice_for_an_existing_output_and_a_target_of_another_format_are_refu
     status, out, _ = run(*DOUBLE, "--json")
     assert status == 0
     job_id = json.loads(out)["job_id"]
+    status, _, complaint = run("export", job_id, "out.jsonl", "--if-exists", "resume")
+    assert (status, complaint) == (2, "error: --if-exists is 'resume'; it must be one of error, overwrite, ask\n")
     for target in ("copy.parquet", "copy.csv"):
         status, _, complaint = run("export", job_id, target)
         assert status == 2 and f"the target is '{target}', and an export has the bytes of the output" in complaint
         assert not (tmp_path / target).exists()
+    before = (tmp_path / "out.jsonl").read_bytes()
+    with pytest.raises(UserError, match=r"if_exists is 'resume'; it must be one of \['error', 'overwrite'\]"):
+        batch.Job(job_id, Client(server.url, API_KEY)).export(f"{tmp_path}/out.jsonl", if_exists="resume")
+    assert (tmp_path / "out.jsonl").read_bytes() == before
     assert run("export", job_id, "copy.jsonl")[0] == run("export", job_id, "copy.other")[0] == 0
 
 

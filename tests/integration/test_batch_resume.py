@@ -193,6 +193,33 @@ def test_a_finished_job_whose_input_has_a_relative_path_is_found_again(
         run()
 
 
+@pytest.mark.parametrize(
+    "writer", [batch.JsonWriter("out.jsonl"), batch.ParquetWriter("out/")], ids=["file", "directory"]
+)
+def test_a_finished_job_whose_output_was_deleted_is_run_again(
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: batch.OutputWriter
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "in.jsonl", TEXTS[:2])
+
+    def run() -> Job:
+        outputs = [writer, batch.JsonWriter("other.jsonl")]
+        kwargs, options = {"gate": "none"}, {"if_exists": "resume", "client": client}
+        return batch.read_json("in.jsonl").map(careful, fn_kwargs=kwargs, output=outputs, **options)
+
+    first = run()
+    expected_rows = list(first.partial())
+    path = tmp_path / writer.path
+    path.rename(tmp_path / "moved")
+    with pytest.raises(FileExistsError, match=r"other\.jsonl exists already"):
+        run()
+    (tmp_path / "other.jsonl").unlink()
+    with pytest.warns(UserWarning, match=rf"the output out.* of bulk job {int(first)} was deleted"):
+        second = run()
+    assert int(second) != int(first) and list(second.partial()) == expected_rows and path.exists()
+    assert int(run()) == int(second), "the newest job with these outputs is found"
+
+
 SCRIPT = """
 import sys
 from tinsmith import batch

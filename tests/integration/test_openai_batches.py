@@ -128,6 +128,17 @@ def test_refused_requests_are_in_the_error_file_and_the_rest_runs(
     assert list((fake_server.data_dir / "openai_batches").iterdir()) == [], "nothing is left behind"
 
 
+def test_no_two_results_have_the_same_id(client: openai.OpenAI) -> None:
+    batches = [submit(client, [chat("a"), chat("b", model=MODEL, temperature="hot")]) for _ in range(2)]
+    cancelled = [submit(client, [chat(str(index)) for index in range(1000)]) for _ in range(2)]
+    for batch in cancelled:
+        client.batches.cancel(batch.id)
+    ended = [wait(client, batch.id) for batch in [*batches, *cancelled]]
+    results = [lines_of(client, file_id) for batch in ended for file_id in (batch.output_file_id, batch.error_file_id)]
+    ids = [line["id"] for lines in results for line in lines]
+    assert len(ids) > 2 * 2 and len(set(ids)) == len(ids)
+
+
 def test_a_batch_of_failures_only_has_no_output_file(client: openai.OpenAI) -> None:
     batch = wait(client, submit(client, [chat("a", model="no/such")]).id)
     assert (batch.status, batch.output_file_id) == ("completed", None)

@@ -274,9 +274,19 @@ def test_csv_takes_the_columns_of_all_rows(tmp_path: Path) -> None:
         {"a": "[1,2]", "b": "", "c": "true"},
         {"a": "", "b": "AA==", "c": "0.5"},
     ]
-    (tmp_path / "bad.csv").write_text("a,b\n1\n")
-    with pytest.raises(UserError, match=r"line 2 .* has 1 values for 2 columns"):
-        len(batch.CsvReader(f"{tmp_path}/bad.csv"))
+
+
+@pytest.mark.parametrize("ending", ["csv", "csv.gz"])
+def test_a_csv_line_with_too_many_or_too_few_values_fails_its_row(ending: str, tmp_path: Path) -> None:
+    path = tmp_path / f"in.{ending}"
+    data = b'\na,b\n1\n\n"x\ny",2\n1,2,3\n4,5\n'
+    path.write_bytes(gzip.compress(data) if ending.endswith("gz") else data)
+    result = batch.read_csv(str(path)).map(lambda row: {"c": "d"}).dry_run()
+    assert result.rows == [{"a": "x\ny", "b": "2", "c": "d"}, {"a": "4", "b": "5", "c": "d"}]
+    assert [(error.idx, error.error_type, error.message) for error in result.errors] == [
+        (0, "ValueError", f"line 3 of {path} has 1 values for 2 columns"),
+        (2, "ValueError", f"line 7 of {path} has 3 values for 2 columns"),
+    ]
 
 
 def test_parquet_takes_the_wider_type_and_reads_row_groups(tmp_path: Path) -> None:
@@ -347,6 +357,9 @@ def test_openai_batch_files_are_checked_whole_and_answered_by_custom_id(tmp_path
     )
     [line] = all_rows(batch.JsonReader(f"{tmp_path}/o.jsonl"))
     assert line["id"].startswith("batch_req_") and line["error"] is None and line["custom_id"] == "a"
+    result = {"custom_id": "a", "response": {"status_code": 200}}
+    again, other = (json.loads(batch.OpenAIBatchWriter(f"{tmp_path}/{name}.jsonl").line(result)) for name in "op")
+    assert again["id"] == line["id"] != other["id"], "an id is of one request of one output"
     with pytest.raises(ValueError, match="either"):
         batch.OpenAIBatchWriter("o.jsonl").check({"custom_id": "a"})
 

@@ -67,9 +67,9 @@ def test_committed_batches_are_listed_after_a_row_and_iterated_over_pages(
     job = create_owned_job(jobs, rows=9)
     claims = claim(jobs, job, 4)
     settle(jobs, job, *((attempt, outcome(attempt)) for attempt in claims))
-    assert [span for span, _ in jobs.list_committed_batches(job.job_id, 0, 2)] == [(2, 3), (4, 5)]
+    assert [batch.span for batch in jobs.list_commits(job.job_id, 0, 2)] == [(2, 3), (4, 5)]
     monkeypatch.setattr(state, "PAGE", 1)
-    assert [span for span, _ in jobs.iter_committed_batches(job.job_id)] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert [batch.span for batch in jobs.iter_committed_batches(job.job_id)] == [(0, 1), (2, 3), (4, 5), (6, 7)]
 
 
 def test_the_schemas_of_an_output_are_listed_once_each(jobs: BatchJobs) -> None:
@@ -346,7 +346,7 @@ def test_what_is_read_of_a_job_is_its_own(jobs: BatchJobs) -> None:
     assert [worker["worker_id"] for worker in jobs.workers(job.job_id)] == [f"w{job.job_id}"]
     assert len(jobs.get_batch_states(job.job_id)) == 7
     assert jobs.work_by_worker(job.job_id) == {"w": {"batches": 1, "rows": 2, "first_row": 6, "retried": 0}}
-    assert [span for span, _ in jobs.iter_committed_batches(job.job_id)] == [(0, 1)]
+    assert [batch.span for batch in jobs.iter_committed_batches(job.job_id)] == [(0, 1)]
     assert jobs.failure(job.job_id) is None and jobs.failure(after.job_id) is not None
     assert jobs.next_retry_in(job.job_id) is not None and jobs.next_retry_in(after.job_id) is None
     assert jobs.resume_chain(job.job_id) == [job.job_id]

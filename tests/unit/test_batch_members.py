@@ -48,7 +48,7 @@ def test_owner_and_members_commit_batches_of_one_job(jobs: BatchJobs) -> None:
     commit(jobs, job, "one")
     last = commit(jobs, job, "two", 2)
     assert last.done and last.rows_ok == 8
-    assert [span.start_idx for span, _ in jobs.iter_committed_batches(job.job_id)] == [0, 2, 4, 6]
+    assert [batch.span.start_idx for batch in jobs.iter_committed_batches(job.job_id)] == [0, 2, 4, 6]
     assert jobs.members.joinable_jobs("three", ["local"]) == [], "nothing is left to do"
 
 

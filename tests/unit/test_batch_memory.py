@@ -85,10 +85,8 @@ class LocalClient(Client):
             return {"errors": list(map(job_run.error_row, rows))[: query["limit"]], "next": after}
         spec = self._jobs.spec(int(job_id))
         if resource == "partial":
-            committed = self._jobs.list_committed_batches(int(job_id), query["after"], PAGE)
-            committed_batches = [
-                {"start_idx": span[0], "end_idx": span[1], "parts": parts} for span, parts in committed
-            ]
+            committed = self._jobs.list_commits(int(job_id), query["after"], PAGE)
+            committed_batches = [{**batch.span._asdict(), "parts": batch.parts} for batch in committed]
             return {
                 "outputs": spec.batch_output_formats,
                 "part_formats": spec.part_formats,
@@ -119,7 +117,7 @@ def publish_nothing(_writer: object, parts: Sequence[PartInfo], *_: object) -> O
 
 def _write_files(jobs: BatchJobs, job_id: int, directory: Path) -> None:
     """What the coordinator sends to the worker that publishes."""
-    job_run._write_lines(directory / "winners", (parts for _, parts in jobs.iter_committed_batches(job_id)))
+    job_run._write_lines(directory / "winners", (batch.parts for batch in jobs.iter_committed_batches(job_id)))
     job_run._write_lines(directory / "failures", job_run._iter_failed_rows(jobs, job_id))
 
 

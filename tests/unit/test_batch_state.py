@@ -52,7 +52,7 @@ def test_batches_are_claimed_in_the_order_of_their_rows_and_counted_when_they_ar
         finished_job.tokens_in,
         finished_job.tokens_out,
     ) == (3, 5, 15, 21)
-    assert [span for span, _ in jobs.iter_committed_batches(job.job_id)] == [(0, 1), (2, 3), (4, 4)]
+    assert [batch.span for batch in jobs.iter_committed_batches(job.job_id)] == [(0, 1), (2, 3), (4, 4)]
 
 
 def commits_of(jobs: BatchJobs, job_id: int, after: int = 0) -> list[tuple[tuple[int, int], int]]:
@@ -82,7 +82,7 @@ def test_an_attempt_counts_once_and_only_while_the_batch_is_its_own(jobs: BatchJ
     assert turn.rejected == [zombie] and turn.job.completed_batches == 1
     twice = jobs.settle_and_claim(job.job_id, "one", [(again, outcome(again))], {}, LEASE_S)
     assert twice.rejected == [again] and twice.job.completed_batches == 1
-    ((_, parts),) = jobs.iter_committed_batches(job.job_id)
+    ((_, parts, _),) = jobs.iter_committed_batches(job.job_id)
     assert parts[0]["path"] == "/parts/2/0"
 
 
@@ -164,7 +164,7 @@ def test_a_failing_batch_is_retried_later_then_halved_down_to_its_row(jobs: Batc
         and finished_job.failed_too_many
     )
     assert [(error["row_idx"], error["message"]) for error in jobs.row_errors(job.job_id)] == [(1, "bad")]
-    assert [span for span, _ in jobs.iter_committed_batches(job.job_id)] == [(0, 0), (1, 1), (2, 3)]
+    assert [batch.span for batch in jobs.iter_committed_batches(job.job_id)] == [(0, 0), (1, 1), (2, 3)]
 
 
 def test_a_row_that_cannot_even_be_recorded_as_failed_fails_its_batch(jobs: BatchJobs) -> None:

@@ -46,6 +46,7 @@ class Fact:
 
 SET_BY_SERVER = Fact("the server sets the field, whatever a request has")
 DECIDES_ROWS = Fact("another value may give other rows or another output, so that it makes another job")
+OF_STEPS = Fact("a step of a job may have a value of its own, which makes a stage of it (`stages.py`)")
 IS_ENDPOINT = Fact("the object is a reader or a writer")
 IS_VARIABLE_NAME = Fact("the text is the name of an environment variable")
 IS_VARIABLE_VALUE = Fact("the text is the value of an environment variable")

@@ -64,11 +64,7 @@ def set_batch_status(*_: object, **__: object) -> NoReturn:
     raise NotSupportedError(REFUSAL)
 
 
-def reset_dispatched_batches(*_: object, **__: object) -> NoReturn:
-    """Raises NotSupportedError."""
-    raise NotSupportedError(REFUSAL)
-
-
+reset_dispatched_batches = set_batch_status
 REFUSAL = (
     "only the server that runs a bulk job changes its batches, so that each result is written once; it takes back what "
     "a dead worker had by itself. To run batches again, cancel the job and resume it: batch.Job(ID).resume()"

@@ -18,13 +18,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tinsmith.batch.types import CHAIN, MAX_CONCURRENT_BATCHES, unpack_payload
+from tinsmith.batch.markers import OF_STEPS, names_with
+from tinsmith.batch.types import MAX_CONCURRENT_BATCHES, JobSpec, steps_in
 
 OPERATIONS = "operations"
 """The type of a step of operations (`operations/`)."""
 AMOUNTS = ("num_cpus", "num_gpus", "memory")
 INTERPRETER = ("python", "batch_activate_env")
-STAGE_OPTIONS = (*AMOUNTS, "resources", "concurrency", "min_concurrency", *INTERPRETER)
+STAGE_OPTIONS = names_with(JobSpec, OF_STEPS)
 """The fields of a `JobSpec` that a step may have for itself, as its `stage_options`."""
 MAX_PROCESSES = MAX_CONCURRENT_BATCHES
 """The most processes of a stage in one worker."""
@@ -57,12 +58,7 @@ class JobStage:
 
 def stages_of(payload: str) -> list[JobStage]:
     """The stages of a payload; none for an invalid one."""
-    try:
-        data = unpack_payload(payload)
-    except ValueError:
-        return []
-    steps = data.get("steps") if data.get("type") == CHAIN else [data]
-    return split([step for step in steps if isinstance(step, dict)]) if isinstance(steps, list) else []
+    return split([step for step in steps_in(payload) if isinstance(step, dict)])
 
 
 def split(steps: Sequence[Mapping[str, Any]]) -> list[JobStage]:

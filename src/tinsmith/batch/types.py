@@ -5,25 +5,6 @@ Invariants:
 - A part is immutable. Its path holds the attempt that wrote it, and only parts of winning attempts are published.
 - Nothing here runs a user's code. A user's class travels as source and is built in workers only
   (`formats/registry.py`); the server treats the dictionaries of a `JobSpec` as opaque.
-
-Routes below /api/v1/batch/jobs, all JSON:
-- POST, a `JobSpec` -> {job_id}; GET -> {jobs: [status]}; GET /ID -> status: {job_id, name, status, pool,
-  batch_total_batches, batch_completed_batches, total_rows, rows_ok, rows_failed, tokens_in, tokens_out,
-  worker_seconds: of workers that have ended, error, created_at, started_at, ended_at, outputs: [OutputInfo],
-  waiting: why no worker has started, after a minute, or null,
-  first_error: the first failed row as in /errors, or null, workers: [{worker_id, kind, state, started_at, batches,
-  rows, first_row, retried}], the last four of its batches now, machines_set_aside: [{machine, failures, until, error}]:
-  those on which the function could not be set up};
-- GET /ID/batches -> {batches: [...]}; POST /ID/cancel -> status; POST /ID/resume, {} or {batch_output_formats} ->
-  {job_id} of the new job;
-- GET /ID/errors?after=IDX&limit=N -> {errors: [RowFailure, attempts, worker], next: the `after` of the next page, or
-  null}, by ascending `idx`;
-- GET /ID/events -> SSE: a status whenever it changes, the last with a terminal status;
-- GET /ID/logs?worker=ID&after=BYTES -> {workers: [{worker_id, bytes}], lines: [{at, stream, batch_idx, attempt_id,
-  text}], after}: the workers that printed on this server, and the lines of one of them;
-- GET /ID/partial?after=START_IDX&limit=N -> {outputs: [writer], part_formats, input_version, batches: [{start_idx,
-  end_idx, parts, commit_number}]} and the fields of `job_identity.describe_job`; committed batches by ascending
-  `start_idx`, or with order=commits&after=COMMIT_NUMBER by that.
 """
 
 from __future__ import annotations
@@ -40,6 +21,7 @@ from tinsmith.batch.formats.input_versions import InputChangedError, Version
 from tinsmith.batch.formats.schemas import Schema
 from tinsmith.batch.markers import (
     DECIDES_ROWS,
+    OF_STEPS,
     SET_BY_SERVER,
     Amount,
     Bounds,
@@ -342,9 +324,9 @@ class JobSpec:
     """The writer that takes the failed rows."""
     batch_tokens: Annotated[Count | None, Option(), DECIDES_ROWS] = None
     """The most tokens of a batch, as `InputReader.row_sizes` estimates them; None for no limit."""
-    batch_activate_env: Annotated[str | None, Option("activate_env")] = None
+    batch_activate_env: Annotated[str | None, Option("activate_env"), OF_STEPS] = None
     """A virtual environment's directory, to take the interpreter from, or a shell command that activates one."""
-    python: Annotated[str | None, Option()] = None
+    python: Annotated[str | None, Option(), OF_STEPS] = None
     """The interpreter of the mapper's process."""
     max_failed_rows: Annotated[Amount, Option(), DECIDES_ROWS] = 0
     """A count, or below 1 a share of all rows."""
@@ -358,17 +340,17 @@ class JobSpec:
     retry_on: Annotated[list[str] | None, Option()] = None
     """Names of the classes of errors after which rows are tried again (`is_retried`). A function of rows is tried again
     only for these; without them, any of its errors fails its row."""
-    concurrency: Annotated[Count | None, Option()] = None
+    concurrency: Annotated[Count | None, Option(), OF_STEPS] = None
     """The most workers of the pool that run the job at a time; None for all."""
-    min_concurrency: Annotated[Count | None, Option()] = None
+    min_concurrency: Annotated[Count | None, Option(), OF_STEPS] = None
     """The workers that the job has before others of its priority have any, and that it does not leave to them while it
     has batches for them (`coordinator.FairShare`); None for its share alone."""
     max_concurrent_batches: Annotated[int, Bounds(1, MAX_CONCURRENT_BATCHES), Option()] = 8
     """The most batches that a worker runs at a time, if one of the steps is asynchronous."""
-    num_cpus: Annotated[Amount | None, Option()] = None
-    num_gpus: Annotated[Amount | None, Option()] = None
-    memory: Annotated[Count | None, Option()] = None
-    resources: Annotated[dict[str, Rate] | None, Option()] = None
+    num_cpus: Annotated[Amount | None, Option(), OF_STEPS] = None
+    num_gpus: Annotated[Amount | None, Option(), OF_STEPS] = None
+    memory: Annotated[Count | None, Option(), OF_STEPS] = None
+    resources: Annotated[dict[str, Rate] | None, Option(), OF_STEPS] = None
     """The resources of each worker, by Ray's names and units (`memory` in bytes); None for the pool's. On a cluster,
     Ray reserves it. On one machine, fewer workers run the job at a time (`pools/specs.py`)."""
     requests_per_minute: Annotated[Rate | None, Option()] = None
@@ -445,6 +427,16 @@ def unpack_payload(payload: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the function's payload is not base64 of JSON: {error}") from None
     return data if isinstance(data, dict) else {}
+
+
+def steps_in(payload: str) -> Sequence[object]:
+    """The payloads of the steps of a chain, or the one of a single step, unchecked; none for an invalid payload."""
+    try:
+        data = unpack_payload(payload)
+    except ValueError:
+        return []
+    steps = data.get("steps") if data.get("type") == CHAIN else [data]
+    return steps if isinstance(steps, list) else []
 
 
 def identity_of(payload: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -41,7 +41,8 @@ T = TypeVar("T")
 NOT_SUCCEEDED = 1
 RETRY_TIMEOUT_S = 5.0
 """How long an unreachable server is tried again by commands that do not wait for a job."""
-IF_EXISTS = ("error", "overwrite", "ask", "resume")
+IF_TARGET_EXISTS = ("error", "overwrite", "ask")
+IF_EXISTS = (*IF_TARGET_EXISTS, "resume")
 TERMINAL_STATUSES = ("SUCCEEDED", "FAILED", "CANCELLED")
 MAX_PURGED = 1000
 """The newest jobs that `purge --all` considers: a page of the server's listing."""
@@ -319,9 +320,8 @@ def export(
     from tinsmith.batch.formats.lines import LinesWriter
 
     with _client() as client:
-        if if_exists == "resume":
-            raise UserError("--if-exists is 'resume', which is for jobs; it must be error, overwrite or ask")
-        choice = _if_exists(if_exists, [LinesWriter(target)] if not target.endswith("/") else [], yes)
+        writers: list[OutputWriter] = [] if target.endswith("/") else [LinesWriter(target)]
+        choice = _if_exists(if_exists, writers, yes, IF_TARGET_EXISTS)
         info = Job(job_id, client).export(target, output_index, choice)
     print_result(as_json, info.to_dict(), _describe_output(info.to_dict()))
 
@@ -476,12 +476,12 @@ def _find_format(registry: Registry[T], text: str) -> T:
         raise UserError(f"the format of {text!r} is not known by its ending: write FORMAT:{text} ({names})") from error
 
 
-def _if_exists(flag: str, writers: list[OutputWriter], yes: bool) -> str:
-    """The job's `if_exists`; for `ask`, asks if an output exists."""
+def _if_exists(flag: str, writers: list[OutputWriter], yes: bool, choices: Sequence[str] = IF_EXISTS) -> str:
+    """The `if_exists` of a job or an export; for `ask`, asks if an output exists."""
     from tinsmith.batch.formats.publishing import check_output
 
-    if flag not in IF_EXISTS:
-        raise UserError(f"--if-exists is {flag!r}; it must be one of {', '.join(IF_EXISTS)}")
+    if flag not in choices:
+        raise UserError(f"--if-exists is {flag!r}; it must be one of {', '.join(choices)}")
     if flag != "ask":
         return flag
     for writer in writers:

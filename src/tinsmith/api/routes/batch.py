@@ -2,6 +2,10 @@
 
 A job's specification is validated and stored. Its functions are text in this process and run only on workers.
 `batch.permissions` decides which tenants' jobs may run code on this machine, and which files the other jobs may use.
+
+In a status, `worker_seconds` are those of workers that have ended, the `WORK_FIELDS` of a worker those of its batches
+now, `first_error` the first failed row as `/errors` has it, `waiting` why no worker has started, after a minute, and
+`machines_set_aside` those on which the function could not be set up.
 """
 
 from __future__ import annotations

@@ -26,11 +26,12 @@ from tinsmith.api.routes.batch import MAX_SHOWN_COLUMNS, find_job, shorten, shor
 from tinsmith.api.routes.downloads import StoredFile, file_response
 from tinsmith.batch.coordinator.job_run import error_row
 from tinsmith.batch.formats.lines import open_decompressed
+from tinsmith.batch.formats.publishing import MANIFEST
 from tinsmith.batch.formats.registry import FORMATS, SHIPPED_KEYS
 from tinsmith.errors import ForbiddenError, NotFoundError, TooLargeError, UserError
 from tinsmith.runtime.sizes import MEBIBYTE, format_bytes
 from tinsmith.storage.locations import is_below, open_store
-from tinsmith.storage.stores import Store, split
+from tinsmith.storage.stores import Store, join, split
 from tinsmith.wire.fields import Query
 
 MAX_PREVIEW_BYTES = MEBIBYTE
@@ -128,19 +129,22 @@ def _find_output(call: Call, index: int) -> tuple[Mapping[str, Any], Store, str]
     spec = call.services.batch_jobs.spec(job.job_id)
     written, path = spec.all_output_formats[index], str(output["path"])
     kind = str(written.get("format"))
-    if kind not in READABLE or kind not in FORMATS or any(name in written for name in SHIPPED_KEYS):
-        raise UserError(f"the server cannot read rows of the format {kind!r}; read them with job.outputs: {path}")
-    if path.endswith("/") or written.get("rows_per_file") is not None:
-        raise UserError(f"output {index} is a directory of files, and only single files are read here: {path}")
+    unreadable = UserError(f"the server cannot read rows of the format {kind!r}; read them with job.outputs: {path}")
+    if kind not in FORMATS or not FORMATS[kind].confined or any(name in written for name in SHIPPED_KEYS):
+        raise unreadable
     if spec.roots is not None and not is_below(path, spec.roots):
         raise ForbiddenError(f"output {index} is not below the locations that the job may reach any more: {path}")
-    store, key = open_store(path)
+    store, key = open_store(join(path, MANIFEST) if path.endswith("/") else path)
     if split(path)[0] == "file" and os.path.islink(key):
         raise ForbiddenError(f"there is a link in place of output {index}: {path}")
     try:
         size = store.head(key).size
     except FileNotFoundError:
         raise NotFoundError(f"output {index} is not there any more, or not on this server's machine: {path}") from None
+    if kind not in READABLE:
+        raise unreadable
+    if path.endswith("/") or written.get("rows_per_file") is not None:
+        raise UserError(f"output {index} is a directory of files, and only single files are read here: {path}")
     if size != output["bytes"]:
         raise NotFoundError(f"output {index} has changed since the job published it: {path}")
     return {**output, "format": kind, "delimiter": str(written.get("delimiter") or ",")}, store, key

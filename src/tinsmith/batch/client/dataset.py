@@ -27,6 +27,7 @@ from tinsmith.batch.client.job import Job
 from tinsmith.batch.client.local_run import DryRun
 from tinsmith.batch.client.options import (
     OUTPUT_OPTIONS,
+    SPEC_FIELDS,
     JobOptions,
     MapOptions,
     RunOptions,
@@ -348,9 +349,14 @@ class Dataset:
         if last is not None:
             status = last.status()
             self._check_same(client.partial(int(last), limit=1), status, spec)
-            if status["status"] not in ("FAILED", "CANCELLED"):
+            is_resumed = status["status"] in ("FAILED", "CANCELLED")
+            deleted = _find_deleted_output(client, status, outputs)
+            if not is_resumed and deleted is None:
                 return self._follow(last)
-            spec = replace(self._spec(outputs, options), resume_from=int(last))
+            spec = replace(self._spec(outputs, options), resume_from=int(last) if is_resumed else None)
+            if deleted is not None:
+                note = f"the output {deleted} of bulk job {int(last)} was deleted, as its parts were"
+                warnings.warn(f"{note}; a new job computes it again", UserWarning, stacklevel=2)
         try:
             job = Job(client.submit(spec.to_dict()), client)
         except UserError as error:
@@ -474,8 +480,7 @@ def _shorten(text: str) -> str:
 
 def _take_stage_options(options: dict[str, Any]) -> dict[str, Any]:
     """Remove the options of a stage from those of a job, and return them by their names in a specification."""
-    names = {"batch_activate_env": "activate_env"}
-    stage_options = {name: options.pop(names.get(name, name), None) for name in STAGE_OPTIONS}
+    stage_options = {field: options.pop(name, None) for name, field in SPEC_FIELDS.items() if field in STAGE_OPTIONS}
     return {
         name: os.path.expanduser(value) if name in INTERPRETER and isinstance(value, str) else _copy_option(value)
         for name, value in stage_options.items()
@@ -496,6 +501,21 @@ def _last_job(client: Client, outputs: Sequence[OutputWriter]) -> Job | None:
     for job in client.jobs():
         if client.partial(job["job_id"], limit=1)["outputs"] == formats:
             return Job(job["job_id"], client)
+    return None
+
+
+def _find_deleted_output(client: Client, status: Status, outputs: Sequence[OutputWriter]) -> str | None:
+    """The path of an output of a job that has succeeded which neither this process nor the server finds any more."""
+    if status["status"] != "SUCCEEDED":
+        return None
+    for index, writer in enumerate(outputs):
+        try:
+            if writer.in_store:
+                check_output(writer.path, "error")
+        except FileExistsError:
+            continue
+        if writer.in_store and not client.has_output(status["job_id"], index):
+            return writer.path
     return None
 
 

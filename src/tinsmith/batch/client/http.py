@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from tinsmith.errors import TinsmithError, refusal
+from tinsmith.errors import NotFoundError, TinsmithError, UserError, refusal
 
 JOBS = "/api/v1/batch/jobs"
 POOLS = "/api/v1/batch/pools"
@@ -104,6 +104,16 @@ class Client:
         """A page of committed batches after a row or, with `order="commits"`, after the number of a commit."""
         query = {"after": after, "limit": limit} | ({"order": order} if order != "rows" else {})
         return self._call("GET", f"{JOBS}/{job_id}/partial", query=query)
+
+    def has_output(self, job_id: int, output: int) -> bool:
+        """Whether the server still finds a published output; True where it cannot look for it."""
+        try:
+            self._call("GET", f"{JOBS}/{job_id}/preview", query={"output": output, "rows": 1})
+        except NotFoundError:
+            return False
+        except UserError:
+            return True
+        return True
 
     def logs(self, job_id: int, worker: str | None = None, after: int = 0) -> Status:
         """The workers that printed; with `worker`, its lines after this many bytes, and their end."""

@@ -32,7 +32,7 @@ from tinsmith.batch.formats.registry import (
     in_format,
     request_dict,
 )
-from tinsmith.batch.types import OutputInfo, PartInfo, Row, RowRange, part_base, staging_of
+from tinsmith.batch.types import IF_EXISTS, OutputInfo, PartInfo, Row, RowRange, part_base, staging_of
 from tinsmith.batch.worker.io_operations import delete_staging
 from tinsmith.errors import NotFoundError, TinsmithError, UserError
 from tinsmith.runtime import notebook
@@ -121,13 +121,10 @@ class CommittedRows:
     def following(self, batch_in_reading: Row, num_read: int) -> Iterator[Row]:
         """Once the parts are deleted: what is left of a batch of which so many rows were read, and the rows of those
         that were committed after it, in input order. Raises NotFoundError."""
-        published = self._open_published()
         for batch in self.batches():
-            part = self.part(batch)
-            num_rows, later = part.rows if part else 0, batch["commit_number"] - batch_in_reading["commit_number"]
-            yield from islice(
-                islice(published, num_rows), num_read if later == 0 else 0 if later > 0 else num_rows, None
-            )
+            later = batch["commit_number"] - batch_in_reading["commit_number"]
+            if later >= 0:
+                yield from islice(self.of(batch), num_read if later == 0 else 0, None)
 
     def _open_published(self) -> Iterator[Row]:
         status = self._client.status(self._job_id)
@@ -454,6 +451,8 @@ class Job:
     def export(self, target: str, output: int = 0, if_exists: str = "error") -> OutputInfo:
         """Writes one output to `target`: all of it once the job has succeeded, before that what is committed. Raises
         UserError, FileExistsError, FileNotFoundError."""
+        if if_exists not in IF_EXISTS:
+            raise UserError(f"if_exists is {if_exists!r}; it must be one of {list(IF_EXISTS)}")
         rows = CommittedRows(self._client, self.job_id, output)
         publishing.check_output(target, if_exists)
         name = f"export-{self.job_id}-{uuid.uuid4().hex[:8]}"

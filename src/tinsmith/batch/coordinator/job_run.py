@@ -46,16 +46,16 @@ from tinsmith.batch.coordinator.workers import (
     OperationError,
     RemoteWorker,
     Result,
-    WorkerLostError,
     WorkerSet,
     run_until,
 )
 from tinsmith.batch.formats.registry import has_snapshot
 from tinsmith.batch.formats.schemas import Schema, merge_schemas
-from tinsmith.batch.pools.specs import MAX_SLOTS, Pool, WorkerStartError, max_job_workers
+from tinsmith.batch.pools.specs import MAX_SLOTS, Pool, WorkerError, max_job_workers
 from tinsmith.batch.secrets import SecretFiles
 from tinsmith.batch.types import (
     SOURCE_FIELDS,
+    Assignment,
     AttemptFailure,
     AttemptOutcome,
     FailureCause,
@@ -65,14 +65,13 @@ from tinsmith.batch.types import (
     part_base,
 )
 from tinsmith.batch.worker.frames import Message
+from tinsmith.batch.worker.worker import MAX_GROUP
 from tinsmith.db.database import now
 from tinsmith.runtime.background import within
 from tinsmith.runtime.failpoints import hit
 
 GROUP_S = 0.05
 """The work of a group of batches, in seconds of its worker."""
-MAX_GROUP = 256
-"""The most that a worker takes in one request."""
 BURST_S = 1.0
 """How far ahead of its rate a job may begin batches, in seconds of the rate."""
 FAILED_ROWS_PAGE = 1000
@@ -253,14 +252,9 @@ class Dispatcher:
 
     def _assignment(self, claim: Claim) -> dict[str, Any]:
         outputs, schemas = enumerate(self.spec.batch_output_path), self.schemas()
-        return {
-            "batch_idx": claim.batch_idx,
-            "start_idx": claim.start_idx,
-            "end_idx": claim.end_idx,
-            "attempt_id": claim.attempt_id,
-            "schemas": schemas if any(schemas) else [],
-            "part_bases": [part_base(path, self.job_id, index, claim.attempt_id) for index, path in outputs],
-        }
+        bases = tuple(part_base(path, self.job_id, index, claim.attempt_id) for index, path in outputs)
+        sent_schemas = tuple(schemas) if any(schemas) else ()
+        return vars(Assignment(claim.batch_idx, *claim.span, claim.attempt_id, bases, sent_schemas))
 
 
 class JobServices(NamedTuple):
@@ -365,7 +359,7 @@ class JobRun:
             if worker is not None:
                 self._worker_acquired.set()
                 await self._dispatch(worker, should_yield)
-        except (WorkerStartError, WorkerLostError) as error:
+        except WorkerError as error:
             self._note_failed_setup(error.host, str(error))
         except MachineSetAsideError:
             self._slot_free_at[slot] = min(self._hosts.set_aside().values(), default=0.0)
@@ -717,7 +711,7 @@ class JobRun:
         with tempfile.TemporaryDirectory(prefix="tinsmith-batch-") as directory:
             winners, failures = Path(directory) / "winners", Path(directory) / "failures"
             batches = self._jobs.iter_committed_batches(self.job.job_id)
-            await asyncio.to_thread(_write_lines, winners, (parts for _, parts in batches))
+            await asyncio.to_thread(_write_lines, winners, (batch.parts for batch in batches))
             await asyncio.to_thread(_write_lines, failures, _iter_failed_rows(self._jobs, self.job.job_id))
             for index, kind in enumerate(formats):
                 path = winners if index < len(self._spec.batch_output_formats) else failures
@@ -752,7 +746,7 @@ async def clean(jobs: BatchJobs, job_id: int, operate: Operate) -> bool:
     chain = await asyncio.to_thread(jobs.resume_chain, job_id)
     try:
         await operate(lambda worker: worker.result_of("delete", job_ids=chain))
-    except (FatalJobError, WorkerLostError, WorkerStartError, SupersededError) as error:
+    except (FatalJobError, WorkerError, SupersededError) as error:
         log.warning("the parts of a bulk job could not be deleted", job_id=job_id, error=str(error))
         return False
     hit("batch.cleaned")

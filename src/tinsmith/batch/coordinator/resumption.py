@@ -14,6 +14,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from tinsmith.batch.coordinator.rows import update_job
 from tinsmith.batch.types import SOURCE_FIELDS, JobSpec, staging_of
 from tinsmith.db.database import now
 from tinsmith.db.schema import BATCH_JOBS as JOBS
@@ -107,6 +108,5 @@ def copy_chunk(connection: Connection, source_id: int, job_id: int, limit: int) 
     is_copied = sa.and_(STATES.c.job_id == job_id, STATES.c.batch_idx > after)
     query = sa.select(sa.func.count().label("total_batches"), *sums).where(is_copied)
     totals = {name: int(total) for name, total in connection.execute(query).one()._mapping.items()}
-    increments = {name: JOBS.c[name] + total for name, total in totals.items()}
-    connection.execute(JOBS.update().where(JOBS.c.job_id == job_id).values(**increments))
+    update_job(connection, job_id, **{name: JOBS.c[name] + total for name, total in totals.items()})
     return totals["total_batches"]

@@ -104,14 +104,18 @@ def read_job(connection: Connection, job_id: int) -> JobRecord:
     return JobRecord(*row)
 
 
+def update_job(connection: Connection, job_id: int, **values: object) -> None:
+    """Set columns of a job."""
+    connection.execute(JOBS.update().where(JOBS.c.job_id == job_id).values(**values))
+
+
 def delete_workers(connection: Connection, until: float, *conditions: sa.ColumnElement[bool]) -> None:
     """Delete workers, and count their time until `until` for their job."""
     deleted = connection.execute(
         WORKERS.delete().where(*conditions).returning(WORKERS.c.job_id, WORKERS.c.started_at)
     ).all()
     for job_id, started_at in deleted:
-        worker_seconds = JOBS.c.worker_seconds + max(0.0, until - started_at)
-        connection.execute(JOBS.update().where(JOBS.c.job_id == job_id).values(worker_seconds=worker_seconds))
+        update_job(connection, job_id, worker_seconds=JOBS.c.worker_seconds + max(0.0, until - started_at))
 
 
 def fence_attempts(connection: Connection, job_id: int, token: str) -> None:

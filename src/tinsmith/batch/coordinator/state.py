@@ -46,6 +46,7 @@ from tinsmith.batch.coordinator.rows import (
     read_job,
     release_batches,
     update_dispatched,
+    update_job,
 )
 from tinsmith.batch.coordinator.stage_figures import add_stage_work, outline_stages
 from tinsmith.batch.formats.input_versions import InputChangedError
@@ -84,7 +85,7 @@ CHECKPOINT_CHUNKS = 8
 """Chunks between two checkpoints, so that SQLite's log stays below the size at which a commit must empty it."""
 PAUSE_S = 0.0002
 """The pause between two chunks, so that other writers get SQLite's lock."""
-COMPLETE_MESSAGES = (ProgramError.__name__, InputChangedError.__name__)
+COMPLETE_MESSAGES = (ProgramError.__name__, InputChangedError.__name__, UserError.__name__)
 """Errors whose message needs no class before it."""
 
 
@@ -296,10 +297,7 @@ class BatchJobs:
 
     def spec(self, job_id: int) -> JobSpec:
         """The specification of a job. Raises NotFoundError, UserError."""
-        stored = self._db.scalar(sa.select(JOBS.c.spec).where(JOBS.c.job_id == job_id))
-        if stored is None:
-            raise NotFoundError(f"there is no bulk job {job_id}")
-        return JobSpec.from_dict(stored)
+        return JobSpec.from_dict(self._column(job_id, JOBS.c.spec))
 
     def stages(self, job_id: int) -> Sequence[JobStage]:
         """The stages of a job, without their functions; of recent jobs from memory. Raises NotFoundError."""
@@ -313,10 +311,13 @@ class BatchJobs:
 
     def tenant_of(self, job_id: int) -> str:
         """The tenant of a job. Raises NotFoundError."""
-        tenant_id = self._db.scalar(sa.select(JOBS.c.tenant_id).where(JOBS.c.job_id == job_id))
-        if tenant_id is None:
+        return self._column(job_id, JOBS.c.tenant_id)
+
+    def _column(self, job_id: int, column: sa.ColumnElement[Any]) -> Any:  # noqa: ANN401  as the column
+        value = self._db.scalar(sa.select(column).where(JOBS.c.job_id == job_id))
+        if value is None:
             raise NotFoundError(f"there is no bulk job {job_id}")
-        return tenant_id
+        return value
 
     def cancel(self, tenant_id: str, job_id: int) -> JobRecord:
         """Request the end of a job; no effect on one that has ended. Raises NotFoundError."""
@@ -335,8 +336,7 @@ class BatchJobs:
             if job.status in ACTIVE:
                 raise UserError(f"bulk job {job_id} is {job.status}; cancel it before its parts are purged")
             if job.status != "SUCCEEDED":
-                spec = {**job.spec, "purge": True}
-                connection.execute(JOBS.update().where(JOBS.c.job_id == job_id).values(spec=spec, updated_at=now()))
+                update_job(connection, job_id, spec={**job.spec, "purge": True}, updated_at=now())
         return self.find(tenant_id, job_id)
 
     def get_batch_states(self, job_id: int, limit: int = PAGE, offset: int = 0) -> list[dict[str, Any]]:
@@ -401,18 +401,12 @@ class BatchJobs:
         rows = self._db.rows(query.where(is_later).order_by(position).limit(limit))
         return [CommittedBatch(RowRange(row.start_idx, row.end_idx), row.parts, row.commit_number) for row in rows]
 
-    def list_committed_batches(
-        self, job_id: int, after: int, limit: int
-    ) -> list[tuple[RowRange, list[dict[str, Any]]]]:
-        """The committed batches that begin after a row, in the order of their rows, each with its parts."""
-        return [(batch.span, batch.parts) for batch in self.list_commits(job_id, after, limit)]
-
-    def iter_committed_batches(self, job_id: int) -> Iterator[tuple[RowRange, list[dict[str, Any]]]]:
-        """Yield all committed batches, in the order of their rows, each with its parts."""
+    def iter_committed_batches(self, job_id: int) -> Iterator[CommittedBatch]:
+        """Yield all committed batches, in the order of their rows."""
         after = -1
-        while page := self.list_committed_batches(job_id, after, PAGE):
+        while page := self.list_commits(job_id, after, PAGE):
             yield from page
-            after = page[-1][0].start_idx
+            after = page[-1].span.start_idx
 
     def schemas(self, job_id: int, output: int) -> list[Schema]:
         """The distinct schemas of the committed parts of an output."""
@@ -471,7 +465,7 @@ class BatchJobs:
         until = self._db.clock() + lease_s
         with self._db.write() as connection:
             fence(connection, job_id, token)
-            connection.execute(JOBS.update().where(JOBS.c.job_id == job_id).values(owner_lease_at=until))
+            update_job(connection, job_id, owner_lease_at=until)
             extend_leases(connection, job_id, token, until, batches)
             delete_lost_members(connection, job_id, self._db.clock())
             expired = update_dispatched(job_id).where(STATES.c.lease_expires_at <= self._db.clock())
@@ -510,7 +504,7 @@ class BatchJobs:
             if source:
                 stored = connection.scalar(sa.select(JOBS.c.spec).where(JOBS.c.job_id == job_id))
                 values["spec"] = {**(stored or {}), **source}
-            connection.execute(JOBS.update().where(JOBS.c.job_id == job_id).values(**values))
+            update_job(connection, job_id, **values)
             return read_job(connection, job_id)
 
     def copy_resumed_batches(
@@ -531,7 +525,7 @@ class BatchJobs:
                     break
         with self._write_and_notify(job_id) as connection:
             fence(connection, job_id, token)
-            connection.execute(JOBS.update().where(JOBS.c.job_id == job_id).values(sealed=True))
+            update_job(connection, job_id, sealed=True)
             return read_job(connection, job_id)
 
     @contextmanager
@@ -584,15 +578,14 @@ class BatchJobs:
                 _COUNT.count(connection, {"job": job_id, **increments})
             claims = {worker: attempts.claim(worker, count, lease_s) for worker, count in claim_counts.items()}
             if changes := attempts.job_changes() | ({"paid_until": paid_until} if paid_until else {}):
-                connection.execute(JOBS.update().where(JOBS.c.job_id == job_id).values(**changes))
+                update_job(connection, job_id, **changes)
             return Transition(read_job(connection, job_id), claims, rejected, attempts.failed)
 
     def set_machines_aside(self, job_id: int, token: str, machines: Sequence[Mapping[str, Any]]) -> None:
         """Store the machines on which the job's function could not be set up. Raises SupersededError."""
         with self._write_and_notify(job_id) as connection:
             fence(connection, job_id, token)
-            values = {"machines_set_aside": [dict(machine) for machine in machines] or None}
-            connection.execute(JOBS.update().where(JOBS.c.job_id == job_id).values(**values))
+            update_job(connection, job_id, machines_set_aside=[dict(machine) for machine in machines] or None)
 
     def next_retry_in(self, job_id: int) -> float | None:
         """Seconds until a pending batch may be retried; None if there is none."""
@@ -603,7 +596,7 @@ class BatchJobs:
         """Store the types of the committed rows of each output. Raises SupersededError."""
         with self._db.write() as connection:
             fence(connection, job_id, token)
-            connection.execute(JOBS.update().where(JOBS.c.job_id == job_id).values(schemas=list(schemas)))
+            update_job(connection, job_id, schemas=list(schemas))
             return read_job(connection, job_id)
 
     def failure(self, job_id: int) -> str | None:

@@ -1,6 +1,7 @@
 """CSV files with a header line.
 
-Reading: every value is text, since a file does not say what else it could be.
+Reading: every value is text, since a file does not say what else it could be. A line with more or fewer values than the
+header fails its row. Wrong quoting fails the file: where the next row begins is then a guess.
 
 Writing: one file with the columns of all rows, in the order in which they first appear. None is an empty value; lists
 and objects are JSON text; other values are as `encoding.py` has them. Each part has its own header. Where all headers
@@ -22,14 +23,13 @@ import orjson
 
 from tinsmith.batch.formats import publishing
 from tinsmith.batch.formats.encoding import encode, select_columns
-from tinsmith.batch.formats.file_split import check_rows_per_file, publish_split, rows_per_file_field, split_items
+from tinsmith.batch.formats.file_split import SplitFileWriter, publish_split, split_items
 from tinsmith.batch.formats.lines import LinesReader, compress_for_path, open_decompressed
 from tinsmith.batch.formats.part_lists import FilledParts
 from tinsmith.batch.formats.registry import (
     COMPRESSED_ENDINGS,
     INPUT_READER_REGISTRY,
     OUTPUT_WRITER_REGISTRY,
-    FileWriter,
 )
 from tinsmith.batch.types import OutputInfo, PartInfo, Row, RowRange
 from tinsmith.errors import UserError
@@ -57,41 +57,37 @@ class CsvReader(LinesReader):
         tabs = ".tsv" in self.path.rpartition("/")[2]
         with io.TextIOWrapper(open_object(location), "utf-8-sig", newline="") as text:
             lines = _read_lines(text, self.delimiter or ("\t" if tabs else ","))
-            header = next(lines, None)
-            if header is not None and len(set(header)) < len(header):
+            header = next(filter(None, lines), [])
+            if len(set(header)) < len(header):
                 twice = sorted({name for name in header if header.count(name) > 1})
                 raise ValueError(f"{location} has the columns {twice} more than once; rename them")
+            last_line = lines.line_num
             for values in lines:
-                if not values:
-                    continue
-                if header is None or len(values) != len(header):
-                    raise ValueError(
-                        f"line {lines.line_num} of {self.path} has {len(values)} values for {len(header or ())} columns"
-                    )
-                yield orjson.dumps(dict(zip(header, values, strict=True)))
+                if len(values) == len(header):
+                    yield orjson.dumps(dict(zip(header, values, strict=True)))
+                elif values:
+                    yield orjson.dumps([last_line + 1, len(values), len(header)])
+                last_line = lines.line_num
 
     def parse(self, line: bytes, location: str, row: int) -> Row:
-        return orjson.loads(line)
+        values = orjson.loads(line)
+        if isinstance(values, list):  # where `unroll` has read a line that is no row
+            line_number, num_values, num_columns = values
+            raise ValueError(f"line {line_number} of {location} has {num_values} values for {num_columns} columns")
+        return values
 
 
 @OUTPUT_WRITER_REGISTRY.type_register(name="csv")
 @dataclass
-class CsvWriter(FileWriter):
+class CsvWriter(SplitFileWriter):
     """`column` names the columns to write, all where it is None."""
 
     column: str | list[str] | None = None
     delimiter: str = ","
-    rows_per_file: int | None = rows_per_file_field()
-    """The rows of each file of a directory; None for one file."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_delimiter(self.delimiter)
-        check_rows_per_file(self.rows_per_file, self.path)
-
-    @property
-    def _is_split(self) -> bool:
-        return self.rows_per_file is not None
 
     def check(self, row: Row) -> None:
         for value in select_columns(row, self.column).values():

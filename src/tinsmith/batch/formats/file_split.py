@@ -7,12 +7,13 @@ manifest as every directory is. Their names sort in the order of the rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import field
+from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import Any, TypeVar
 
 from tinsmith.batch.formats import publishing
 from tinsmith.batch.formats.part_lists import FilledParts, PublishedFile, files_on_disk, sum_parts
+from tinsmith.batch.formats.registry import FileWriter
 from tinsmith.batch.types import OutputInfo, PartInfo
 
 Item = TypeVar("Item")
@@ -22,6 +23,22 @@ PAGE_ROWS = 1000
 def rows_per_file_field() -> Any:  # noqa: ANN401  as dataclasses.field
     """The field of a writer whose output may be split into files."""
     return field(default=None, kw_only=True, metadata={"optional": True})
+
+
+@dataclass
+class SplitFileWriter(FileWriter):
+    """A writer of one file, or of a directory of numbered files."""
+
+    rows_per_file: int | None = rows_per_file_field()
+    """The rows of each file of a directory; None for one file."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_rows_per_file(self.rows_per_file, self.path)
+
+    @property
+    def _is_split(self) -> bool:
+        return self.rows_per_file is not None
 
 
 def check_rows_per_file(rows_per_file: object, path: str) -> None:

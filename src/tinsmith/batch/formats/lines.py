@@ -25,7 +25,7 @@ import orjson
 
 from tinsmith.batch.formats import publishing
 from tinsmith.batch.formats.encoding import decode, encode, select_columns
-from tinsmith.batch.formats.file_split import check_rows_per_file, publish_split, rows_per_file_field, split_items
+from tinsmith.batch.formats.file_split import SplitFileWriter, publish_split, split_items
 from tinsmith.batch.formats.input_versions import InputChangedError
 from tinsmith.batch.formats.offset_cache import cached
 from tinsmith.batch.formats.part_lists import FilledParts
@@ -300,20 +300,10 @@ class LinesWriter(FileWriter):
 
 @OUTPUT_WRITER_REGISTRY.type_register(name="json")
 @dataclass
-class JsonWriter(LinesWriter):
+class JsonWriter(LinesWriter, SplitFileWriter):
     """JSON Lines. `column` names the columns to write, all where it is None. `encoding.py` says how values look."""
 
     column: str | list[str] | None = None
-    rows_per_file: int | None = rows_per_file_field()
-    """The rows of each file of a directory; None for one file."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_rows_per_file(self.rows_per_file, self.path)
-
-    @property
-    def _is_split(self) -> bool:
-        return self.rows_per_file is not None
 
     def publish(self, parts: Sequence[PartInfo], staging: str, if_exists: str) -> OutputInfo:
         if self.rows_per_file is None:

@@ -74,7 +74,7 @@ class OpenAIBatchWriter(JsonWriter):
             raise ValueError(f"a result has a custom_id and either a response or an error; this one has {sorted(row)}")
         return encode(
             {
-                "id": row.get("id", line_id(name)),
+                "id": row.get("id", line_id(self.path, name)),
                 "custom_id": name,
                 "response": row.get("response"),
                 "error": row.get("error"),
@@ -82,5 +82,7 @@ class OpenAIBatchWriter(JsonWriter):
         )
 
 
-def line_id(custom_id: str) -> str:
-    return f"batch_req_{hashlib.sha256(custom_id.encode()).hexdigest()[:24]}"
+def line_id(scope: str, custom_id: str) -> str:
+    """The id of a result: of one request of one batch, whose id or output's path is the `scope`. Another attempt at the
+    request gives the same."""
+    return f"batch_req_{hashlib.sha256(encode([scope, custom_id])).hexdigest()[:24]}"

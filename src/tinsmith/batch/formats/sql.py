@@ -11,7 +11,8 @@ appended rows are added once. A column has the type that all its values fit: who
 bytes, times, dates, or else JSON.
 
 A path is shown and stored in many places and never holds a password: `split_url` takes it out, and only `connect` puts
-it back. Errors of a driver are passed on without the values of parameters.
+it back. An error of a driver becomes one sentence, a UserError with the query, table or database, the reason, and what
+to do; it has no values of parameters.
 """
 
 from __future__ import annotations
@@ -48,11 +49,24 @@ from tinsmith.storage.stores import join
 if TYPE_CHECKING:
     import sqlalchemy as sa
     from sqlalchemy.engine import Connection, Engine
+    from sqlalchemy.exc import StatementError
 
 
 BUSY_S = 60.0
 """How long a writer of a SQLite file waits for another."""
 KINDS = "use sqlite:////DIR/FILE or postgresql://USER@HOST/NAME"
+SHOWN_CHARACTERS = 200
+"""Of a query in an error."""
+SQLITE_REFUSALS = (
+    "syntax error", "no such ", "incomplete input", "ambiguous column", "wrong number of arguments",
+    "unknown database", "readonly database",
+)  # fmt: skip
+"""SQLite calls these refusals of a statement, as it does a lock, an OperationalError."""
+SQLITE_ADVICE = {
+    "locked": "end the program that holds its lock, and resume the job",
+    "unable to open": "check that its directory exists, and your rights",
+    "not a database": "give the path of a SQLite file",
+}
 
 
 class Address(NamedTuple):
@@ -130,7 +144,7 @@ def connect(url: str, password: str, *, writes: bool) -> Iterator[Connection]:
     """One transaction: committed at the end of the block, and rolled back by any error in it. One that does not write
     sees one state of the database, and refuses statements that write."""
     if not writes and url.startswith("sqlite:///") and not os.path.exists(path := url.removeprefix("sqlite:///")):
-        raise FileNotFoundError(f"there is no SQLite file {path}")
+        raise FileNotFoundError(f"there is no SQLite file {path}; give the path of an existing one")
     engine = _engine(url, password)
     options: dict[str, Any] = {"tinsmith_write": writes}
     if not writes and engine.dialect.name == "postgresql":
@@ -139,19 +153,56 @@ def connect(url: str, password: str, *, writes: bool) -> Iterator[Connection]:
         yield connection
 
 
-@contextmanager
-def _naming_wrong_queries(path: str) -> Iterator[None]:
-    """Raise UserError for a statement that the database refuses. A lost connection and a lock are no such errors."""
-    from sqlalchemy.exc import DBAPIError, ProgrammingError
+class SqlEndpoint:
+    """The database of a reader or writer. `_url` is without the password and the table."""
 
-    try:
-        yield
-    except DBAPIError as error:
-        text = str(error.orig).strip()
-        is_refused = isinstance(error, ProgrammingError) or any(words in text for words in SQLITE_REFUSALS)
-        if not is_refused:
-            raise
-        raise UserError(f"{path}: the query is refused: {text.partition(chr(10))[0]}") from None
+    path: str
+    table: str
+    query: str = ""
+    password: str
+    _url: str
+
+    def _split_path(self) -> None:
+        """Take the password out of the path, and the table out of it or into it. Raises UserError."""
+        address = split_url(self.path)
+        self.table, self.password = self.table or address.table, self.password or address.password
+        self.path, self._url = f"{address.url}#{self.table}" if self.table else address.url, address.url
+
+    @contextmanager
+    def _connect(self, *, writes: bool) -> Iterator[Connection]:
+        """One transaction (`connect`). Raises UserError for every error of the driver in it."""
+        with self._explain_errors(writes=writes), connect(self._url, self.password, writes=writes) as connection:
+            yield connection
+
+    @contextmanager
+    def _explain_errors(self, *, writes: bool) -> Iterator[None]:
+        from sqlalchemy.exc import StatementError
+
+        try:
+            yield
+        except StatementError as error:
+            raise UserError(self._explain(error, writes)) from None
+
+    def _explain(self, error: StatementError, writes: bool) -> str:
+        from sqlalchemy.exc import InterfaceError, OperationalError, ProgrammingError
+
+        text, verb, is_sqlite = str(error.orig).strip(), "written" if writes else "read", self._url.startswith("sqlite")
+        first_line = text.partition("\n")[0]
+        reason = (" ".join(text.split()) if first_line.endswith(":") else first_line).rstrip(".")
+        is_refused = any(words in text for words in SQLITE_REFUSALS)
+        advice = next((advice for words, advice in SQLITE_ADVICE.items() if is_sqlite and words in text), "")
+        if error.statement is None and not is_sqlite:  # there is no connection
+            advice = "check its host, port, name, user, password and options, and that it runs"
+        elif not advice and not is_refused and isinstance(error, OperationalError | InterfaceError):
+            advice = "resume the job once it has recovered"
+        if advice:
+            return f"the database {self._url} cannot be {verb}: {reason}; {advice}"
+        if self.query:
+            query = self.query if len(self.query) <= SHOWN_CHARACTERS else f"{self.query[:SHOWN_CHARACTERS]}..."
+            return f"query is {query!r}, which {self._url} refuses: {reason}; give a SELECT that it accepts"
+        is_of_rows = writes and not is_refused and not isinstance(error, ProgrammingError)
+        advice = "change the rows or the table" if is_of_rows else "check its name and columns, and your rights"
+        return f"table {self.table!r} of {self._url} cannot be {verb}: {reason}; {advice}, and resume the job"
 
 
 def existing_table(connection: Connection, name: str) -> sa.Table | None:
@@ -171,8 +222,6 @@ def check_name(name: str) -> None:
         raise ValueError(f"table is {name!r}; it must be a name, or SCHEMA.NAME")
 
 
-SQLITE_REFUSALS = ("syntax error", "no such ", "incomplete input", "ambiguous column", "wrong number of arguments")
-"""SQLite calls these, and a lock, an OperationalError."""
 PAGE_ROWS = 10_000
 PAGE_BYTES = 4 * 1024 * 1024
 """A page of a table that is read has about this size, and at least one row."""
@@ -186,7 +235,7 @@ TEXT_TYPES = (uuid.UUID, ipaddress.IPv4Address, ipaddress.IPv6Address, ipaddress
 
 @INPUT_READER_REGISTRY.type_register(name="sql")
 @dataclass
-class SqlReader(InputReader):
+class SqlReader(SqlEndpoint, InputReader):
     """`path` is `sqlite:////DIR/FILE` or `postgresql://USER@HOST/NAME`, with the table as `#TABLE` or in `table`;
     `query`, a SELECT, takes the place of a table.
 
@@ -201,11 +250,7 @@ class SqlReader(InputReader):
     password: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
-        address = split_url(self.path)
-        self.table = self.table or address.table
-        self.password = self.password or address.password
-        self.path = f"{address.url}#{self.table}" if self.table else address.url
-        self._url = address.url
+        self._split_path()
         if bool(self.table) == bool(self.query):
             raise ValueError("an SqlReader needs either table or query; give one of them")
         if self.table:
@@ -214,7 +259,7 @@ class SqlReader(InputReader):
     def __len__(self) -> int:
         import sqlalchemy as sa
 
-        with _naming_wrong_queries(self.path), connect(self._url, self.password, writes=False) as connection:
+        with self._connect(writes=False) as connection:
             source = self._source(connection).subquery("tinsmith_rows")
             return int(connection.scalar(sa.select(sa.func.count()).select_from(source)) or 0)
 
@@ -234,7 +279,7 @@ class SqlReader(InputReader):
 
     def snapshot_pages(self) -> Generator[Page, None, None]:
         """Reads in one transaction, which sees one state of the database and ends with the generator."""
-        with _naming_wrong_queries(self.path), connect(self._url, self.password, writes=False) as connection:
+        with self._connect(writes=False) as connection:
             is_postgres = connection.dialect.name == "postgresql"
             if is_postgres:
                 _read_exactly(connection)
@@ -291,11 +336,13 @@ class SqlReader(InputReader):
             return sa.select(*columns).select_from(source).order_by(*map(sa.column, names))
         table = existing_table(connection, self.table)
         if table is None:
-            raise UserError(f"{self.path}: there is no table {self.table!r}")
+            raise UserError(f"table {self.table!r} is not in {self._url}; create it, or name another")
         names = names or [column.name for column in table.primary_key.columns]
         for name in [*names, *(self.columns or ())]:
             if name not in table.c:
-                raise UserError(f"table {self.table!r} has no column {name!r}; it has {sorted(table.c.keys())}")
+                raise UserError(
+                    f"table {self.table!r} of {self._url} has no column {name!r}; it has {sorted(table.c.keys())}"
+                )
         columns = [sa.column(name) for name in self.columns or table.c.keys()]
         return sa.select(*columns).select_from(table).order_by(*map(sa.column, names))
 
@@ -381,7 +428,7 @@ Kinds = dict[str, str]
 
 @OUTPUT_WRITER_REGISTRY.type_register(name="sql")
 @dataclass
-class SqlWriter(OutputWriter):
+class SqlWriter(SqlEndpoint, OutputWriter):
     """`path` is a database's URL as in `SqlReader`, with the table as `#TABLE` or in `table`. `column` names the
     columns to write, all where it is None. With `append`, rows are added to an existing table, which must have all of
     their columns; else `if_exists` applies to it."""
@@ -394,12 +441,8 @@ class SqlWriter(OutputWriter):
     in_store: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        address = split_url(self.path)
-        self.table = self.table or address.table
+        self._split_path()
         check_name(self.table)
-        self.password = self.password or address.password
-        self._url = address.url
-        self.path = f"{address.url}#{self.table}"
 
     def check(self, row: Row) -> None:
         selected = select_columns(row, self.column)
@@ -414,7 +457,7 @@ class SqlWriter(OutputWriter):
 
     def check_output(self, if_exists: str) -> None:
         if if_exists == "error" and not self.append:
-            with connect(self._url, self.password, writes=True) as connection:
+            with self._connect(writes=True) as connection:
                 if existing_table(connection, self.table) is not None:
                     raise FileExistsError(exists_already(self.path))
 
@@ -429,7 +472,7 @@ class SqlWriter(OutputWriter):
         head = {"kinds": kinds, "sha256": part.sha256}
         parts = _parts_table(path)
         self._create_table(parts)
-        with connect(self._url, self.password, writes=True) as connection:
+        with self._connect(writes=True) as connection:
             if (stored_head := _read_head(connection, path)) is None:
                 connection.execute(parts.insert(), {"part": path, "head": head, "lines": data.decode()})
             elif stored_head["sha256"] != part.sha256:
@@ -437,7 +480,7 @@ class SqlWriter(OutputWriter):
         return part
 
     def read_part(self, part: PartInfo) -> Iterator[Row]:
-        with connect(self._url, self.password, writes=False) as connection:
+        with self._connect(writes=False) as connection:
             if existing_table(connection, _parts_table(part.path).name) is None:
                 raise FileNotFoundError(f"the part {part.path} does not exist")
             lines = _read_lines(connection, part)
@@ -450,7 +493,7 @@ class SqlWriter(OutputWriter):
         winners = _digest_parts(parts)
         notes = _parts_table(staging)
         self._create_table(notes)
-        with connect(self._url, self.password, writes=True) as connection:
+        with self._connect(writes=True) as connection:
             note = _read_head(connection, staging, PUBLISHED_ROW)
             if note is not None and note["winners"] == winners:
                 return OutputInfo.from_dict(note["output"])
@@ -469,7 +512,7 @@ class SqlWriter(OutputWriter):
         return info
 
     def delete_staging(self, staging: str) -> None:
-        with connect(self._url, self.password, writes=True) as connection:
+        with self._connect(writes=True) as connection:
             _parts_table(staging).drop(connection, checkfirst=True)
 
     def _create_table(self, table: sa.Table) -> None:
@@ -478,14 +521,15 @@ class SqlWriter(OutputWriter):
         from sqlalchemy.exc import IntegrityError, ProgrammingError
         from sqlalchemy.schema import CreateTable
 
-        for attempt_idx in range(CREATE_TRIES):
-            try:
-                with connect(self._url, self.password, writes=True) as connection:
-                    connection.execute(CreateTable(table, if_not_exists=True))
-                return
-            except (IntegrityError, ProgrammingError):
-                if attempt_idx == CREATE_TRIES - 1:
-                    raise
+        with self._explain_errors(writes=True):
+            for attempt_idx in range(CREATE_TRIES):
+                try:
+                    with connect(self._url, self.password, writes=True) as connection:
+                        connection.execute(CreateTable(table, if_not_exists=True))
+                    return
+                except (IntegrityError, ProgrammingError):
+                    if attempt_idx == CREATE_TRIES - 1:
+                        raise
 
     def _open_target(
         self, connection: Connection, parts: Sequence[PartInfo], if_exists: str
@@ -497,7 +541,10 @@ class SqlWriter(OutputWriter):
             kinds = _merge_kinds(kinds, _read_kinds(connection, part))
         if existing is not None and self.append:
             if unknown := sorted(set(kinds) - set(existing.c.keys())):
-                raise UserError(f"table {self.table!r} has no columns {unknown}; it has {sorted(existing.c.keys())}")
+                raise UserError(
+                    f"table {self.table!r} of {self._url} has no columns {unknown}; it has "
+                    f"{sorted(existing.c.keys())}. Add them and resume the job, or choose others with column="
+                )
             return dict.fromkeys(kinds), existing
         if existing is not None:
             if if_exists == "error":

@@ -221,7 +221,8 @@ class Reconciler:
                 self._parts.wake_job(job.job_id)
             return
         if job.rows_ok + job.rows_failed != batch.completed + batch.failed:
-            completed = sum(parts[0]["rows"] for _, parts in jobs.iter_committed_batches(job.job_id) if parts)
+            committed = jobs.iter_committed_batches(job.job_id)
+            completed = sum(done.parts[0]["rows"] for done in committed if done.parts)
             failed = max(job.rows_ok + job.rows_failed - completed, 0)
             batches.move(batch, (batch.status,), completed=completed, failed=failed)
         if job.status == "CANCELLING":  # cancelled as a bulk job
@@ -264,9 +265,10 @@ class Reconciler:
         NotFoundError."""
         results = results_of(self._parts.jobs, job, batch.total)
         path = self._input(batch) if results.missing else join(self._directory(batch), "input.jsonl")
+        max_line_bytes, undone_error = self._settings.max_body_bytes, UNDONE_ERRORS[status]
         sources = {
             "output": (success_lines(results), succeeded),
-            "error": (error_lines(results, path, self._settings.max_body_bytes, UNDONE_ERRORS[status]), failed),
+            "error": (error_lines(results, batch.batch_id, path, max_line_bytes, undone_error), failed),
         }
         retention_s = RETENTION_S if batch.output_expires_s is None else batch.output_expires_s
         files: dict[str, ResultsFile] = {}

@@ -72,7 +72,7 @@ def results_of(jobs: BatchJobs, job: JobRecord | None, total: int) -> Results:
         results.succeeded, results.failed = [_part_of_output(succeeded)], [_part_of_output(failed)]
     else:
         expected = 0
-        for span, parts in jobs.iter_committed_batches(job.job_id):
+        for span, parts, _ in jobs.iter_committed_batches(job.job_id):
             for sources, part in zip((results.succeeded, results.failed), parts, strict=False):
                 sources.append(PartInfo.from_dict(part))
             if span.start_idx > expected:
@@ -102,7 +102,7 @@ def success_lines(results: Results) -> Iterator[bytes]:
 
 
 def error_lines(
-    results: Results, input_location: str, max_line_bytes: int, undone_error: Mapping[str, str]
+    results: Results, batch_id: str, input_location: str, max_line_bytes: int, undone_error: Mapping[str, str]
 ) -> Iterator[bytes]:
     """The lines of failed requests. `undone_error` is the error of the requests that were not done."""
     yield from chain.from_iterable(_lines_of(source) for source in results.failed)
@@ -118,7 +118,8 @@ def error_lines(
             error = undone_error if span is not None and row >= span.start_idx else results.refused.get(row)
             if error is not None:
                 name = orjson.loads(line)["custom_id"]
-                yield encode({"id": line_id(name), "custom_id": name, "response": None, "error": dict(error)}) + b"\n"
+                result = {"id": line_id(batch_id, name), "custom_id": name, "response": None, "error": dict(error)}
+                yield encode(result) + b"\n"
 
 
 def _part_of_output(output: Mapping[str, Any]) -> PartInfo:

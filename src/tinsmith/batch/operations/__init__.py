@@ -33,7 +33,7 @@ from typing import Any, TypeGuard
 from tinsmith.batch.formats.registry import Registry, build_dataclass
 from tinsmith.batch.operations.base import RowOperation
 from tinsmith.batch.stages import OPERATIONS, max_batches, split
-from tinsmith.batch.types import CHAIN, JobSpec, pack_payload, unpack_payload
+from tinsmith.batch.types import JobSpec, pack_payload, steps_in
 from tinsmith.errors import UserError
 
 TYPE = OPERATIONS
@@ -67,7 +67,7 @@ def describe_operations(steps: Sequence[RowOperation]) -> dict[str, Any]:
 def steps_of(payload: str) -> list[RowOperation] | None:
     """The operations of a payload, also of a chain of them; None if it has a function, of which nothing is run. Raises
     UserError."""
-    parts = _parts_of(payload)
+    parts = steps_in(payload)
     chain = [part for part in parts if _is_operations(part)]
     if not chain or len(chain) < len(parts):
         return None
@@ -78,13 +78,13 @@ def steps_of(payload: str) -> list[RowOperation] | None:
 
 def asks_service(payload: str) -> bool:
     """Whether a payload has operations, alone or among the steps of a chain."""
-    return any(_is_operations(part) for part in _parts_of(payload))
+    return any(_is_operations(part) for part in steps_in(payload))
 
 
 def max_concurrent_batches(spec: JobSpec) -> int:
     """How many batches a worker runs at a time: more than one if a step is asynchronous, and so waits for something,
     or if there are stages. A function that loops over batches has one."""
-    parts = [part for part in _parts_of(spec.batch_serialized_fn) if isinstance(part, dict)]
+    parts = [part for part in steps_in(spec.batch_serialized_fn) if isinstance(part, dict)]
     is_async = any(_is_operations(part) or (part.get("is_async") and part.get("kind") != "loop") for part in parts)
     stages = split(parts)
     return max(spec.max_concurrent_batches if is_async else 1, max_batches(stages) if len(stages) > 1 else 1)
@@ -92,22 +92,12 @@ def max_concurrent_batches(spec: JobSpec) -> int:
 
 def is_by_row(payload: str) -> bool:
     """Whether the result of a row is the same in any batch: all steps are functions of rows, or operations."""
-    parts = _parts_of(payload)
+    parts = steps_in(payload)
     return all(
         _is_operations(part)
         or (isinstance(part, dict) and part.get("kind") in ROW_KINDS and not (part.get("options") or {}).get("batched"))
         for part in parts
     )
-
-
-def _parts_of(payload: str) -> Sequence[object]:
-    """The steps of a payload, in the order in which a worker runs them; none for an invalid payload."""
-    try:
-        data = unpack_payload(payload)
-    except ValueError:
-        return ()
-    parts = data.get("steps") if data.get("type") == CHAIN else [data]
-    return parts if isinstance(parts, list) else ()
 
 
 def _is_operations(part: object) -> TypeGuard[Mapping[str, Any]]:

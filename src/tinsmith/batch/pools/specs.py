@@ -46,20 +46,20 @@ POOL_KEYS = {
 }
 
 
-class WorkerStartError(Exception):
-    """A worker did not start. `host` is the machine, or empty if it is not known."""
+class WorkerError(Exception):
+    """Something is wrong with a worker. `host` is its machine, or empty if it is not known."""
 
     def __init__(self, message: str, host: str = "") -> None:
         super().__init__(message)
         self.host = host
 
 
-class WorkerLostError(Exception):
-    """The worker cannot be used any more. `host` is its machine, or empty if it is not known."""
+class WorkerStartError(WorkerError):
+    """A worker did not start."""
 
-    def __init__(self, message: str, host: str = "") -> None:
-        super().__init__(message)
-        self.host = host
+
+class WorkerLostError(WorkerError):
+    """The worker cannot be used any more."""
 
 
 @dataclass(frozen=True, slots=True)

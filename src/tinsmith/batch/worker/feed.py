@@ -47,12 +47,14 @@ from tinsmith.batch.types import (
     is_retried,
 )
 from tinsmith.batch.worker.marker import MAP, NO_ROW, READ, STORE, Marker
+from tinsmith.errors import UserError
 
 Report = Callable[[Sequence[AttemptOutcome]], None]
 task_assignment: ContextVar[Assignment | None] = ContextVar("task_assignment", default=None)
 """The assignment of the batch that a task or thread works on, where several batches run at a time."""
 MAX_QUEUED_ROWS = 256
 """The most rows in a queue between two threads; a batch of more rows waits alone."""
+FORMATS_DIRECTORY = "/tinsmith/batch/formats/"
 UNKNOWN_POSITION = -1
 """The position of the input row of a result whose input row is unknown, since a function of batches changed the number
 of rows."""
@@ -583,10 +585,15 @@ def _build_row_failure(index: int, row: Row | None, error: BaseException) -> Row
 
 
 def format_traceback(error: BaseException) -> str:
-    """The traceback without this package's frames above the mapper's; for a broken rule, only the message."""
+    """The traceback without this package's frames above the mapper's; for a broken rule, or what a reader or writer
+    refuses, only the message."""
     if isinstance(error, ProgramError | input_versions.InputChangedError):
         return str(error)
     frames = error.__traceback__
+    if isinstance(error, UserError):
+        innermost = traceback.extract_tb(frames, limit=-1)
+        if innermost and FORMATS_DIRECTORY in innermost[0].filename:
+            return str(error)
     while frames is not None and "/tinsmith/batch/" in frames.tb_frame.f_code.co_filename and frames.tb_next:
         frames = frames.tb_next
     return "".join(traceback.format_exception(type(error), error, frames))

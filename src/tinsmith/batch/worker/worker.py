@@ -30,7 +30,7 @@ from typing import Any, Generic, TypeVar
 
 import structlog
 
-from tinsmith.batch.types import MAX_CONCURRENT_BATCHES, AttemptFailure, FailureCause
+from tinsmith.batch.types import MAX_CONCURRENT_BATCHES, Assignment, AttemptFailure, FailureCause
 from tinsmith.batch.worker.children import Child, ChildError, IoProcess
 from tinsmith.batch.worker.frames import Message
 from tinsmith.batch.worker.mapper_process import Attempt, MapperProcess
@@ -42,12 +42,13 @@ WATCH_S = 0.2
 MAX_IN_FLIGHT = MAX_CONCURRENT_BATCHES + 1
 """The most groups of attempts with a worker."""
 MAX_GROUP = 256
+"""The most attempts in one group."""
 GATHER_S = 0.02
 """How long a settled attempt waits for others, to be sent in one message."""
 MAX_THREADS = 8
 """The most calls of one worker that block on its children at a time."""
 OPERATIONS = ("plan", "issue_token", "publish", "delete", "give_up")
-ASSIGNMENT = ("batch_idx", "start_idx", "end_idx", "attempt_id", "part_bases", "schemas")
+ASSIGNMENT = tuple(Assignment.__dataclass_fields__)
 
 log = structlog.get_logger()
 
