@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import IO
 
 from tinsmith.errors import NotFoundError
-from tinsmith.exchange.adapters import TRAINING_FILES
 from tinsmith.storage.directories import Directories
 from tinsmith.store.checkpoints import KINDS, CheckpointRef
 from tinsmith.types import ModelShape
+from tinsmith.wire.adapter_files import TRAINING_FILES
 
 REVISION = "main"
 TEMPLATES = "additional_chat_templates"

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
@@ -67,27 +66,6 @@ class LinearPart(NamedTuple):
     num_parts: int
     num_rows: int
     """Rows of the whole linear; the parts may cover fewer."""
-
-
-WRAPPED, PLAIN = "model.language_model.", "model."
-"""Prefixes of a text model's module paths: inside a multimodal wrapper, and standalone."""
-
-TEXT_KEYS = {r"^language_model\.": "", rf"^{re.escape(WRAPPED)}": PLAIN}
-"""Maps weight names in files of a wrapper, including older ones, to those of its text model."""
-
-
-def text_name(path: str) -> str:
-    """A module's path in the standalone text model, which is Tinker's name for it (tinker_cookbook.weights)."""
-    return PLAIN + path.removeprefix(WRAPPED) if path.startswith(WRAPPED) else path
-
-
-def wrapper_name(name: str) -> str:
-    """A module's path in a model with a wrapper, from that in the standalone text model."""
-    return WRAPPED + name.removeprefix(PLAIN) if name.startswith(PLAIN) else name
-
-
-UNEMBED_TOKENS, EMBED_TOKENS = "model.unembed_tokens", "model.embed_tokens"
-"""Tinker's name for the unembedding, and the embedding into which tinker_cookbook.weights merges it in a tied model."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,7 @@ from tinsmith.plan.memory import (
 from tinsmith.runtime.devices import count_unused_bytes, free_bytes, kind_of, read_memory, return_memory
 from tinsmith.runtime.sizes import format_bytes
 from tinsmith.types import LoraSpec, ModelShape, OptimParams, OptimStep, Pass
+from tinsmith.wire.adapter_files import MAX_RANK
 
 if TYPE_CHECKING:
     from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
@@ -64,7 +65,6 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 HOST = torch.device("cpu")
-MAX_RANK = 256
 
 FITTING_TOKENS = (16_384, 8192, 4096)
 """Tokens of a micro-batch with CUDA and fused layers, unless chosen: the first whose activations may be kept. Small

@@ -11,6 +11,7 @@ Shapes: T rows, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,7 +33,7 @@ from transformers import (
 )
 
 from tinsmith.backends.torch import quantization
-from tinsmith.backends.torch.adapters import EMBED_TOKENS, TEXT_KEYS, Target, text_name
+from tinsmith.backends.torch.adapters import Target
 from tinsmith.backends.torch.attention import (
     ATTENTION_NAME,
     PLAN_KEY,
@@ -71,8 +72,12 @@ from tinsmith.plan.versions import list_untested_versions
 from tinsmith.runtime import malloc
 from tinsmith.runtime.devices import choose_device, kind_of, select_device
 from tinsmith.types import I32, I64, VISION_TYPES, Image, ModelShape, mixes_tokens
+from tinsmith.wire.adapter_files import EMBED_TOKENS, PLAIN, WRAPPED, text_name
 
 log = structlog.get_logger()
+
+TEXT_KEYS = {r"^language_model\.": "", rf"^{re.escape(WRAPPED)}": PLAIN}
+"""Maps weight names in files of a wrapper, including older ones, to those of its text model."""
 
 
 class BaseModel:
