@@ -465,7 +465,5 @@ def _clear_forward_order(sharded: Sequence[FSDPModule]) -> None:
     for module in sharded:
         state = module._get_fsdp_state()
         state._comm_ctx.post_forward_order.clear()
-        # A torch before 2.12 has one group for each module.
-        for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
-            if group is not None:
-                group._post_forward_indices.clear()
+        for group in state._fsdp_param_groups:
+            group._post_forward_indices.clear()

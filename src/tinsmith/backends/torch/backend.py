@@ -11,7 +11,6 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,7 +40,6 @@ from tinsmith.backends.torch.memory import (
 )
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.profiling import StepTraces, stage
-from tinsmith.backends.torch.servable import MIXER_LIBRARIES
 from tinsmith.backends.torch.trainer import TREE_TOKENS, DeterministicTrainer, Trainer
 from tinsmith.backends.torch.trial import try_device
 from tinsmith.backends.torch.vision import Vision
@@ -54,6 +52,7 @@ from tinsmith.plan.memory import (
     chunk_rows,
     training_bytes,
 )
+from tinsmith.plan.versions import list_mixer_libraries
 from tinsmith.runtime.devices import count_unused_bytes, free_bytes, kind_of, read_memory, return_memory
 from tinsmith.runtime.sizes import format_bytes
 from tinsmith.types import LoraSpec, ModelShape, OptimParams, OptimStep, Pass
@@ -211,8 +210,7 @@ class TorchBackend:
         if base.experts:
             kernel_by_part["experts"] = ", ".join(sorted({experts.kernel for experts in base.experts}))
         if base.mixers:
-            libraries = [name for name in MIXER_LIBRARIES if find_spec(name)]
-            kernel_by_part["mixers"] = f"transformers with {', '.join(libraries) or 'plain torch'}"
+            kernel_by_part["mixers"] = f"transformers with {', '.join(list_mixer_libraries()) or 'plain torch'}"
         return kernel_by_part
 
     def _open_memory(self, budget_bytes: int, chunk_rows: int) -> MemoryManager:

@@ -50,7 +50,7 @@ from tinsmith.backends.torch.host import upload
 from tinsmith.backends.torch.lora import DeviceLoRABatch, ForwardContext, MultiLoRALinear
 from tinsmith.backends.torch.lora_batch import LoRABatch, Segment
 from tinsmith.backends.torch.module_kernels import SwappedKernels, join_gated_products, swap_kernels
-from tinsmith.backends.torch.moe import MultiLoRAExperts, dispatch_chosen_rows, is_experts
+from tinsmith.backends.torch.moe import MultiLoRAExperts, dispatch_chosen_rows
 from tinsmith.backends.torch.quantised_linear import MakeLinear, QuantisedLinear
 from tinsmith.backends.torch.recompute import Recompute
 from tinsmith.backends.torch.recurrent import wrap_mixers
@@ -65,7 +65,14 @@ from tinsmith.backends.torch.threads import Threads
 from tinsmith.backends.torch.transformer import Decoder
 from tinsmith.backends.torch.vision import ImageInput, ImageRows, InputSpan, Vision
 from tinsmith.errors import SettingsError, UserError
-from tinsmith.plan.architecture import UNADAPTED_LINEARS, decoder_of, mark_experts, read_config, read_stored_dtype
+from tinsmith.plan.architecture import (
+    UNADAPTED_LINEARS,
+    decoder_of,
+    is_experts,
+    mark_experts,
+    read_config,
+    read_stored_dtype,
+)
 from tinsmith.plan.memory import choose_dtype
 from tinsmith.plan.mixers import MixerLinears
 from tinsmith.plan.versions import list_untested_versions
