@@ -197,14 +197,6 @@ class LoRADelta:
                     group.stacks[self] = self._cache_stacks(group, self._pack_matrices)
         return adapter_groups
 
-    def add_reference_(self, y_TO: Tensor, x_TI: Tensor, lora_batch: LoRABatch) -> None:
-        """Add each segment's delta to y, one matmul after another: the oracle of `forward_`."""
-        for start, stop, adapter in lora_batch.segments:
-            for name, columns in zip(self._names, self._columns, strict=True):
-                if adapter is not None and name in adapter.compute:
-                    a_rI, b_Or = adapter.compute[name]
-                    y_TO[start:stop, columns] += adapter.scale * (x_TI[start:stop] @ a_rI.t() @ b_Or.t())
-
     def shrink(self, x_TI: Tensor, adapter_groups: Sequence[AdapterGroup]) -> list[Tensor]:
         """Each group's scale * x A^T, [n, R] or [S, n, R]."""
         return [self._shrink_group(x_TI, group) for group in adapter_groups]

@@ -247,23 +247,16 @@ class BaseModel:
         given. With `images`, positions are [3, T] where the model has multimodal RoPE.
         """
         self._threads.fit(len(tokens_T), len(lora_batch.segments))
-        if images is not None:
-            hidden_TD = self.forward_modules(tokens_T, positions_T, plan, lora_batch, images)
-            return (
-                hidden_TD
-                if output_rows is None
-                else hidden_TD.index_select(0, upload(np.array(output_rows), self.device))
-            )
-        decoder = self._fused
+        decoder = None if images is not None else self._fused
         if decoder is not None and not torch.is_grad_enabled() and decoder.pack():
             decoder = self._fused = self._verify_decoder(decoder)
         if decoder is not None:
             num_recomputed = self.recompute.count_recomputed(decoder.num_layers)
             return decoder.hidden(tokens_T, positions_T, plan, lora_batch, output_rows, num_recomputed=num_recomputed)
-        hidden_TD = self.forward_modules(tokens_T, positions_T, plan, lora_batch)
-        return (
-            hidden_TD if output_rows is None else hidden_TD.index_select(0, upload(np.array(output_rows), self.device))
-        )
+        hidden_TD = self.forward_modules(tokens_T, positions_T, plan, lora_batch, images)
+        if output_rows is None:
+            return hidden_TD
+        return hidden_TD.index_select(0, upload(np.array(output_rows), self.device))
 
     def forward_modules(
         self,

@@ -379,12 +379,7 @@ def key_dtype(shape: LayerShape) -> torch.dtype:
 
 def position_bytes(members: Mapping[LayerShape, Sequence[int]]) -> int:
     """Bytes of one position of a slot over all layers."""
-    return sum(
-        len(layers)
-        * shape.num_heads
-        * (key_dtype(shape).itemsize * shape.key_dim + shape.dtype.itemsize * shape.value_dim)
-        for shape, layers in members.items()
-    )
+    return sum(len(layers) * shape.count_bytes(key_dtype(shape)) for shape, layers in members.items())
 
 
 def _group_size(num: int) -> int:

@@ -52,7 +52,11 @@ class LayerShape(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return self.num_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+        return self.count_bytes(self.dtype)
+
+    def count_bytes(self, key_dtype: torch.dtype) -> int:
+        """Bytes of a token whose keys are stored in another dtype."""
+        return self.num_heads * (key_dtype.itemsize * self.key_dim + self.dtype.itemsize * self.value_dim)
 
 
 class KVCache:
