@@ -182,7 +182,7 @@ def test_a_version_survives_its_file(backend: TorchBackend, tmp_path: Path, subs
     backend.create_model("m", LoraSpec(4, 1, *subset))
     train(backend, "m", range(2))
     backend.publish("m", "v")
-    backend.save_version("v", tmp_path / "a")
+    backend.capture_version("v").write(tmp_path / "a")
     backend.save("m", tmp_path / "b", optimizer=False)
     backend.load_version("w", tmp_path / "a")
     assert torch.equal(*(logits(backend, backend._versions[name]) for name in "vw"))
@@ -255,7 +255,7 @@ def test_unknown_models_and_versions_are_refused(backend: TorchBackend, tmp_path
     for call in (
         lambda: backend.publish("x", "v"),
         lambda: backend.save("x", tmp_path, optimizer=False),
-        lambda: backend.save_version("x", tmp_path),
+        lambda: backend.capture_version("x").write(tmp_path),
     ):
         with pytest.raises(UserError, match="'x' is not loaded"):
             call()

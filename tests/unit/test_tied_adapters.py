@@ -92,7 +92,7 @@ def test_without_the_unembedding_a_merged_model_is_the_trained_one(
 def test_external_engines_get_the_form_of_peft(tied: tuple[ModelShape, type], tmp_path: Path) -> None:
     backend = train_backend(tied[0])
     backend.publish("m", "v")
-    backend.save_version("v", tmp_path / "version")
+    backend.capture_version("v").write(tmp_path / "version")
     assert heads(tmp_path / "version") == {HEAD}
 
 

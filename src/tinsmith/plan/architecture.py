@@ -197,7 +197,7 @@ class Architecture:
     def has_experts(self) -> bool:
         return any(linear.copies > 1 for linear in self.linears)
 
-    def layer_parameters(self, *, with_experts: bool = True) -> int:
+    def layer_parameters(self, *, with_experts: bool) -> int:
         """Parameters of the largest layer, which sharding over data ranks gathers while it is computed."""
         per_layer: dict[int, int] = {}
         for linear in self.linears:

@@ -341,11 +341,11 @@ class TrainedModel:
     def _zeros(self) -> Tensor:
         return self.adapter.flat_P.new_zeros(self.num_stepped)
 
-    def copy(self, *, gradient: bool) -> TrainedModel:
-        """A copy that shares nothing; includes the gradient only on request."""
+    def copy(self) -> TrainedModel:
+        """A copy that shares nothing."""
         return TrainedModel(
             self.adapter.snapshot(),
-            self.gradient_P.clone() if gradient and self.gradient_P is not None else None,
+            None if self.gradient_P is None else self.gradient_P.clone(),
             None if self.moments is None else tuple(state.clone() for state in self.moments),
             self.step.clone(),
             self.optimizer_type,

@@ -118,7 +118,6 @@ class TorchBackend:
             max_tokens_per_microbatch = MICRO_BATCH[kind_of(self._base.device).has_kernels]
         max_tokens = positive("max_tokens_per_microbatch", max_tokens_per_microbatch)
         self._module_names = [name for name, _ in self._base.model.named_modules()]
-        self._tied_head = self._base.tied_head
         self._deterministic = deterministic == "on"
         if not isinstance(logits_chunk, int):
             logits_chunk = chunk_rows(self._base.vocab_size, cuda=kind_of(self._base.device).has_kernels)
@@ -420,21 +419,21 @@ class TorchBackend:
     def _prepare_step(self, requests: Sequence[tuple[TrainedModel, OptimParams]]) -> optim.PreparedStep:
         return optim.prepare_step(requests)
 
-    def capture(self, model_id: str, *, optimizer: bool, gradient: bool = False) -> Capture:
+    def capture(self, model_id: str) -> Capture:
         with memory_errors(self._base.device):
-            trained = self._copy_model(model_id, gradient=gradient)
-        return Capture(trained.num_bytes, partial(self._write_copy, trained, SideStream(self._home), optimizer))
+            trained = self._copy_model(model_id)
+        return Capture(trained.num_bytes, partial(self._write_copy, trained, SideStream(self._home)))
 
     def capture_version(self, version_id: str) -> Capture:
         adapter = self._whole_version(version_id)  # a version never changes: there is nothing to copy
         return Capture(adapter.flat_P.nbytes, partial(self._write_version, adapter, SideStream(self._home)))
 
-    def _write_copy(self, trained: TrainedModel, stream: SideStream, optimizer: bool, directory: Path) -> None:
+    def _write_copy(self, trained: TrainedModel, stream: SideStream, directory: Path) -> None:
         """Write a private copy of a model, in the thread of the caller."""
         with stream.use():
             if stream.is_apart:
                 trained.move(TensorCopies(HOST, trained.buffers(moments=True)))  # through pinned memory
-            self._write(trained, optimizer, directory, stacked=True)
+            self._write(trained, True, directory, stacked=True)
 
     def _write_version(self, adapter: Adapter, stream: SideStream, directory: Path) -> None:
         with stream.use():
@@ -448,9 +447,9 @@ class TorchBackend:
         trained = trained if optimizer else replace(trained, gradient_P=None)
         self._write(trained, optimizer, directory, stacked=stacked, exported=stacked)
 
-    def _copy_model(self, model_id: str, *, gradient: bool) -> TrainedModel:
+    def _copy_model(self, model_id: str) -> TrainedModel:
         """A copy of the whole model, for a capture."""
-        return self._model(model_id).copy(gradient=gradient)
+        return self._model(model_id).copy()
 
     def _whole_model(self, model_id: str) -> TrainedModel:
         """The whole model, for a checkpoint."""
@@ -518,9 +517,6 @@ class TorchBackend:
             spec, layout, checkpoint.fill_buffer(layout, saved.pairs, self._home)
         )
 
-    def save_version(self, version_id: str, directory: Path) -> None:
-        self.capture_version(version_id).write(directory)
-
     def has_version(self, version_id: str) -> bool:
         return version_id in self._versions
 
@@ -568,7 +564,7 @@ class TorchBackend:
             self._module_names,
             directory,
             stacked=stacked,
-            tied_head=self._tied_head if exported else None,
+            tied_head=self._base.tied_head if exported else None,
         )
 
     def _read_adapter(self, directory: Path) -> checkpoint.AdapterFile:

@@ -89,7 +89,7 @@ class LoadedAdapters:
         max_adapters: int,
         load: Callable[[Version, Path], Awaitable[None]],
         unload: Callable[[str], Awaitable[None]],
-        memory: Path | None = None,
+        memory: Path | None,
     ) -> None:
         self._directory = directory
         self._memory = memory
