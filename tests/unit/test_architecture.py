@@ -173,6 +173,17 @@ def test_only_the_package_db_knows_which_database_it_is() -> None:
     assert {module for module in importers if not module.startswith("db.")} == set()
 
 
+def test_compute_and_commands_know_of_the_protocol_only_the_files_of_adapters() -> None:
+    importers = {"backends", "samplers", "exchange", "cli"}
+    imported = {
+        other
+        for module, imports in graph().items()
+        for other in imports
+        if module.split(".")[0] in importers and other.split(".")[0] == "wire"
+    }
+    assert imported == {"wire.adapter_files"}
+
+
 def test_the_table_has_a_row_for_each_entry_of_the_first_level() -> None:
     assert set(MAY_IMPORT) == {name.split(".")[0] for name in modules()} - {""}
     assert len(MAY_IMPORT) + 1 <= MAX_FIRST_LEVEL
