@@ -26,7 +26,7 @@ CPU_TIMES = Path("/proc/stat")
 """Linux's counters of the time that all CPUs spent in each state: user, nice, system, idle, waiting for a disk, ..."""
 
 
-def measure_matmul(dtype: str, hidden: int, num_weights: int, device: str) -> tuple[float, float]:
+def measure_matmul(dtype: str, hidden: int, num_weights: int, device: str = "cpu") -> tuple[float, float]:
     """Measure the operations/s of a product with TRAINING_ROWS rows, and the bytes/s of weights of a product with one
     row. Each measurement takes about MEASURE_S. Weights are packed where oneDNN has kernels for them. There are no more
     weights than the model has, since those of a small model stay in caches.
