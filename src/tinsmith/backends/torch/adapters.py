@@ -161,17 +161,14 @@ class TensorCopies:
 
     def __init__(self, device: torch.device, tensors: Iterable[Tensor]) -> None:
         """Copies into host memory are pinned where the tensors are on a GPU."""
-        distinct_tensors = list(
-            {id(tensor): tensor for tensor in tensors}.values()
-        )  # a published version shares its model's
-        copies = (
-            host_copies(distinct_tensors)
-            if kind_of(device).is_host
-            else [tensor.to(device, non_blocking=kind_of(device).pins_memory) for tensor in distinct_tensors]
-        )
-        self._copies = {
-            id(tensor): (tensor, tensor_copy) for tensor, tensor_copy in zip(distinct_tensors, copies, strict=True)
-        }
+        # A published version shares its model's tensors.
+        originals = list({id(tensor): tensor for tensor in tensors}.values())
+        kind = kind_of(device)
+        if kind.is_host:
+            copies = host_copies(originals)
+        else:
+            copies = [tensor.to(device, non_blocking=kind.pins_memory) for tensor in originals]
+        self._copies = {id(tensor): (tensor, copied) for tensor, copied in zip(originals, copies, strict=True)}
 
     def of(self, tensor: Tensor) -> Tensor:
         return self._copies.get(id(tensor), (tensor, tensor))[1]

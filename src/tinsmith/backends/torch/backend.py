@@ -145,10 +145,10 @@ class TorchBackend:
 
     def _count_fused(self, *, is_auto: bool) -> None:
         """Count what fused layers keep as the plan does, on one device only: ranks keep other numbers of rows."""
-        base, recompute, step = self._base, self._base.recompute, self._trainer.memory
-        if type(self._trainer) is not Trainer or step is None or not base.has_fused_layers or base.vision is not None:
+        base, recompute = self._base, self._base.recompute
+        if type(self._trainer) is not Trainer or not base.has_fused_layers or base.vision is not None:
             return
-        recompute.activations, recompute.num_layers = step.activations, base.num_fused_layers
+        recompute.activations, recompute.num_layers = self._step_memory.activations, base.num_fused_layers
         if is_auto and kind_of(base.device).has_kernels and not self._memory.is_limited and recompute.mode == "auto":
             largest, *smaller_sizes = FITTING_TOKENS
             self._trainer.use_fitting(
@@ -186,8 +186,8 @@ class TorchBackend:
 
     def _divide_memory(self) -> Division | None:
         """None under a budget, which divides it, and where the KV cache grows."""
-        device, step = self._base.device, self._trainer.memory
-        if not kind_of(device).has_kernels or self._memory.is_limited or step is None:
+        device, step = self._base.device, self._step_memory
+        if not kind_of(device).has_kernels or self._memory.is_limited:
             return None
         free, total = read_memory(device)
         sizes, longest = self._trainer.sizes, self._base.max_context_length
@@ -215,7 +215,8 @@ class TorchBackend:
     def _open_memory(self, budget_bytes: int, chunk_rows: int) -> MemoryManager:
         """Raises SettingsError if the budget is too small for any work."""
         memory = MemoryManager(budget_bytes)
-        step = self._trainer.memory = StepMemory(self._base, memory, chunk_rows, self._sampler_limits[-1])
+        step = StepMemory(self._base, memory, chunk_rows, self._sampler_limits[-1])
+        self._step_memory = self._trainer.memory = step
         self._base_bytes, self._min_work_bytes = self._base.num_bytes, 0
         memory.register(BASE, lambda: self._base_bytes)
         memory.register(SAMPLING, lambda: step.sampling_bytes)
@@ -382,11 +383,11 @@ class TorchBackend:
 
     @property
     def model_budget_bytes(self) -> int:
-        if not self._memory.is_limited or self._trainer.memory is None:
+        if not self._memory.is_limited:
             return self._model_budget_bytes
         # If a step did not fit, other models are moved out; they return with their next request.
         share_bytes = MODELS_SHARE * (self._memory.budget_bytes - self._base_bytes)
-        return max(1, int(share_bytes) - self._trainer.memory.shortage_bytes)
+        return max(1, int(share_bytes) - self._step_memory.shortage_bytes)
 
     def model_bytes(self, model_id: str) -> int:
         return self._model(model_id).num_bytes

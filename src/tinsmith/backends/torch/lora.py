@@ -238,9 +238,8 @@ class LoRADelta:
         if isinstance(joined := group.stacks.get(self), PackedMatrices):
             u_nR = onednn_linear(group.select_rows(x_TI), joined.a_RI)
             delta_nO = onednn_linear(u_nR, joined.b_OR)
-            group.select_rows(y_TO)[:, : delta_nO.shape[1]].add_(
-                delta_nO
-            )  # parts may cover fewer outputs than the linear has
+            # Parts may cover fewer outputs than the linear has.
+            group.select_rows(y_TO)[:, : delta_nO.shape[1]].add_(delta_nO)
             return u_nR
         u_nR, y_nO = self._shrink_single(x_TI, group), group.select_rows(y_TO)
         for _, columns, ranks, b_Or in self._matrices(adapter).linears_b:

@@ -48,7 +48,7 @@ from tinsmith.backends.torch.decoder_check import TOLERANCES, measure_difference
 from tinsmith.backends.torch.fp8 import Fp8Linear
 from tinsmith.backends.torch.host import upload
 from tinsmith.backends.torch.lora import DeviceLoRABatch, ForwardContext, MultiLoRALinear
-from tinsmith.backends.torch.lora_batch import LoRABatch, Segment
+from tinsmith.backends.torch.lora_batch import LoRABatch
 from tinsmith.backends.torch.module_kernels import SwappedKernels, join_gated_products, swap_kernels
 from tinsmith.backends.torch.moe import MultiLoRAExperts, dispatch_chosen_rows
 from tinsmith.backends.torch.quantised_linear import MakeLinear, QuantisedLinear
@@ -317,7 +317,7 @@ class BaseModel:
         """The decoder if it agrees with the modules in the current gradient mode, by part and as a whole, else None."""
         tokens_T = torch.arange(12, device=self.device) * 7 % self.shape.vocab_size
         positions_T = torch.cat([torch.arange(n, device=self.device) for n in (7, 5)])
-        inputs = (tokens_T, positions_T, PackedCausal([7, 5], self.device), LoRABatch([Segment(0, 12, None)]))
+        inputs = (tokens_T, positions_T, PackedCausal([7, 5], self.device), LoRABatch.of_base(12))
         sizes = self.shape.vocab_size, self.max_context_length
         part_error = measure_difference(decoder, self._decoder, self.forward_modules, *sizes)
         expected, actual = self.forward_modules(*inputs), decoder.hidden(*inputs)
@@ -351,7 +351,7 @@ class BaseModel:
 
     def _check_layers(self) -> None:
         probe, token_T = AttentionProbe(), torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.forward_modules(token_T, token_T, probe, LoRABatch([Segment(0, 1, None)]))
+        self.forward_modules(token_T, token_T, probe, LoRABatch.of_base(1))
         check_layers(type(self.model).__name__, self.model.config.get_text_config(), probe.windows, probe.states)
         check_parameters(type(self.model).__name__, self._decoder, self.experts)
 
@@ -366,7 +366,7 @@ class BaseModel:
         for tokens in ([first, second], [second]):
             lengths = [len(t) for t in tokens]
             plan = PackedCausal(lengths, self.device)
-            lora_batch = LoRABatch([Segment(0, sum(lengths), None)])
+            lora_batch = LoRABatch.of_base(sum(lengths))
             positions_T = torch.cat([torch.arange(n, device=self.device) for n in lengths])
             hidden_TD = self.forward_modules(torch.cat(tokens), positions_T, plan, lora_batch)
             logits.append(self.logits(hidden_TD, lora_batch))
@@ -393,7 +393,7 @@ class BaseModel:
         image_input = vision.prepare_images(length, (image,))
         assert image_input is not None
         positions, rows = vision.pack([InputSpan(image_input, 0, length)])
-        lora_batch = LoRABatch([Segment(0, length, None)])
+        lora_batch = LoRABatch.of_base(length)
         plan = PackedCausal([length], self.device, [image_input.visible_counts(0, length)])
         positions_T = torch.from_numpy(positions).to(self.device)
         hidden_TD = self.forward_modules(tokens_T, positions_T, plan, lora_batch, rows)

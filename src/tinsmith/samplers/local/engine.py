@@ -112,7 +112,7 @@ class SamplerOptions:
     reads_late: bool | None = None
     """Whether tokens are read while the next step runs; by default on CUDA. Never if `deterministic`."""
 
-    traces: StepTraces = field(default_factory=StepTraces)
+    traces: StepTraces = field(default_factory=lambda: StepTraces(None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,9 +174,8 @@ class LocalSampler:
         self._graphs = self._make_graphs(states.max_sequences)
         self._requests: dict[str, list[Sequence]] = {}
         self._settled: list[tuple[str, SampleResult | UserError]] = []
-        self._lora_batches: OrderedDict[tuple[tuple[int | None, ...], tuple[int, ...]], LoRABatch | None] = (
-            OrderedDict()
-        )
+        self._lora_batches: OrderedDict[tuple[tuple[int | None, ...], tuple[int, ...]], LoRABatch | None]
+        self._lora_batches = OrderedDict()
         self._decoding: tuple[list[Adapter | None], DeviceLoRABatch | None] = ([], None)
         self._weights: dict[str | None, Weights] = {None: Weights(None, 0)}
         self._num_weights = 1
@@ -442,8 +441,8 @@ class LocalSampler:
         """
         if self._graphs is None:
             return self._forward_spans(spans)
-        decoding = [span for span in spans if span.start > 0 and span.stop - span.start == 1]
-        prompts = [span for span in spans if span.start == 0 or span.stop - span.start > 1]
+        decoding = [span for span in spans if span.start > 0 and span.num_tokens == 1]
+        prompts = [span for span in spans if span.start == 0 or span.num_tokens > 1]
         # Prompts last: without rows to sample from they have a row that no span counts.
         parts = [self._forward_decoding(decoding)] if decoding else []
         parts += [self._forward_spans(prompts)] if prompts else []
@@ -455,11 +454,10 @@ class LocalSampler:
         assert self._graphs is not None
         spans = _sort_by_adapter(spans)
         if not any(span.sequence.request.image_input for span in spans):
-            tokens = np.concatenate([span.sequence.tokens_T[span.start : span.stop] for span in spans])
             adapters = [span.sequence.request.weights.adapter for span in spans]
             lora_batch = self._decoding_batch(adapters)
             rows, recurrence = [_sequence_rows(span) for span in spans], self._open_recurrence(spans)
-            hidden_TD = self._graphs.hidden(self._upload_tokens(tokens, spans), rows, lora_batch, recurrence)
+            hidden_TD = self._graphs.hidden(self._upload_tokens(spans), rows, lora_batch, recurrence)
             if hidden_TD is not None:
                 self._advance(spans, recurrence)
                 return [(span, 1) for span in spans], hidden_TD
@@ -471,9 +469,8 @@ class LocalSampler:
         spans = _sort_by_adapter(spans)
         adapters = [span.sequence.request.weights.adapter for span in spans]
         rows = [_sequence_rows(span) for span in spans]
-        tokens = np.concatenate([span.sequence.tokens_T[span.start : span.stop] for span in spans])
-        tokens_T = self._upload_tokens(tokens, spans)
-        sizes = [span.stop - span.start for span in spans]
+        tokens_T = self._upload_tokens(spans)
+        sizes = [span.num_tokens for span in spans]
         has_images = any(span.sequence.request.image_input for span in spans)
         lora_batch = self._lora_batch(adapters, sizes, on_device=not has_images)
         recurrence = self._open_recurrence(spans)
@@ -494,7 +491,7 @@ class LocalSampler:
         """The spans' states; None where no layer keeps any."""
         if not self._keeps_states:
             return None
-        firsts = accumulate((span.stop - span.start for span in spans), initial=0)
+        firsts = accumulate((span.num_tokens for span in spans), initial=0)
         return Recurrence(
             [_recurrent_span(span, first) for span, first in zip(spans, firsts, strict=False)], self._states
         )
@@ -523,10 +520,11 @@ class LocalSampler:
             self._lora_batches.popitem(last=False)
         return lora_batch
 
-    def _upload_tokens(self, tokens_T: I32, spans: Seq[TokenSpan]) -> Tensor:
-        """[T] The tokens on the device, with those that are unread."""
+    def _upload_tokens(self, spans: Seq[TokenSpan]) -> Tensor:
+        """[T]: the spans' tokens on the device, with those that are unread."""
+        tokens_T = np.concatenate([span.sequence.tokens_T[span.start : span.stop] for span in spans])
         on_device_T = upload(tokens_T, self._base.device, torch.int64)
-        ends = accumulate(span.stop - span.start for span in spans)
+        ends = accumulate(span.num_tokens for span in spans)
         unread_rows = [
             (end - 1, s.sequence.unread_row) for end, s in zip(ends, spans, strict=True) if s.sequence.num_unread
         ]
@@ -554,11 +552,7 @@ class LocalSampler:
         hidden_parts = []
         for span in spans:
             sequence, state = span.sequence, span.sequence.state
-            adapter, blocks, image_input = (
-                sequence.request.weights.adapter,
-                sequence.blocks,
-                sequence.request.image_input,
-            )
+            adapter, image_input = sequence.request.weights.adapter, sequence.request.image_input
             position, num = span.start, self._chunk_rows
             while position < span.stop:
                 first, end = position - position % num, position - position % num + num
@@ -568,7 +562,7 @@ class LocalSampler:
                 position, is_complete = first + output_rows.stop, output_rows.stop == num
                 tokens_T = np.pad(sequence.tokens_T[first:position], (0, num - output_rows.stop), "edge")
                 hidden_TD, after = self._forward_chunk(
-                    self._cache, tokens_T, first, blocks, adapter, output_rows, state, image_input
+                    self._cache, tokens_T, first, sequence.blocks, adapter, output_rows, state, image_input
                 )
                 hidden_parts.append(hidden_TD)
                 if is_complete:  # the next chunk starts from this state
@@ -576,7 +570,7 @@ class LocalSampler:
                     self._store_state(sequence, first + output_rows.stop, state)
             sequence.state = state
             self._batcher.advance(span)
-        return [(span, span.stop - span.start) for span in spans], torch.cat(hidden_parts)
+        return [(span, span.num_tokens) for span in spans], torch.cat(hidden_parts)
 
     def _forward_chunk(
         self,
@@ -617,7 +611,7 @@ class LocalSampler:
             cache.resize(3)  # block 0 is the null block
             first, state = self._forward_chunk(cache, tokens_T[:num], 0, [1, 2], None, slice(num), None)
             second, _ = self._forward_chunk(cache, tokens_T[num:], num, [1, 2], None, slice(num), state)
-            runs.append([first, second, self._base.logits(second[-1:], LoRABatch([Segment(0, 1, None)]))])
+            runs.append([first, second, self._base.logits(second[-1:], LoRABatch.of_base(1))])
         if not all(torch.equal(first, second) for first, second in zip(*runs, strict=True)):
             raise SettingsError("repeating a forward gives different bits on this machine: it is not deterministic")
 
@@ -756,7 +750,7 @@ def _sort_by_adapter(spans: Seq[TokenSpan]) -> list[TokenSpan]:
         return list(spans)
     num_rows: Counter[int] = Counter()
     for span in spans:
-        num_rows[weights_ids[id(span)]] += span.stop - span.start
+        num_rows[weights_ids[id(span)]] += span.num_tokens
     return sorted(spans, key=lambda span: (min(num_rows[weights_ids[id(span)]], MANY_ROWS), weights_ids[id(span)]))
 
 
@@ -769,7 +763,7 @@ def _sequence_rows(span: TokenSpan) -> SequenceRows:
 def _recurrent_span(span: TokenSpan, first: int) -> RecurrentSpan:
     sequence = span.sequence
     cuts = cuts_between(span.start, span.stop, sequence.cuts)
-    return RecurrentSpan(first, span.stop - span.start, sequence.state, cuts)
+    return RecurrentSpan(first, span.num_tokens, sequence.state, cuts)
 
 
 def _choose(logits_BV: Tensor, sequences: Seq[Sequence]) -> SampledTokens:

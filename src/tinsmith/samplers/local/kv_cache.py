@@ -32,7 +32,7 @@ from torch import Tensor
 
 from tinsmith.backends.torch.attention import AttentionProbe
 from tinsmith.backends.torch.host import upload_all
-from tinsmith.backends.torch.lora_batch import LoRABatch, Segment
+from tinsmith.backends.torch.lora_batch import LoRABatch
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.runtime.devices import kind_of, read_memory, runs_triton
 
@@ -181,7 +181,7 @@ def probe_layers(base: BaseModel) -> AttentionProbe:
     probe = AttentionProbe()
     token_T = torch.zeros(1, dtype=torch.int64, device=base.device)
     with torch.inference_mode():
-        base.hidden(token_T, token_T, probe, LoRABatch([Segment(0, 1, None)]))
+        base.hidden(token_T, token_T, probe, LoRABatch.of_base(1))
     return probe
 
 
