@@ -72,7 +72,7 @@ class Run:
         started, processor = time.perf_counter(), time.process_time()
         if snapshot:
             before = time.thread_time()
-            captured = self.backend.capture("m", optimizer=True, gradient=True)
+            captured = self.backend.capture("m")
             self.captures_s.append(time.perf_counter() - started)
             self.processor_s.append(time.thread_time() - before)
             self.writer.submit(WriteTask(captured.num_bytes, lambda: self._write(captured.write), lambda _error: None))

@@ -152,9 +152,9 @@ def test_experts_over_four_ranks(ranks: Group, tmp_path: Path, name: str, degree
         single, sharded, [ranked.pass_of(np.random.default_rng(9), 1, [1])]
     )  # other data ranks have no rows
     ranked.sample_both(single, sharded)
-    sharded.capture("m0", optimizer=True).write(tmp_path / "many")
+    sharded.capture("m0").write(tmp_path / "many")
     single.load("m0", ranked.SPECS[0], tmp_path / "many", optimizer=True)
-    single.capture("m0", optimizer=True).write(tmp_path / "one")
+    single.capture("m0").write(tmp_path / "one")
     for path in (tmp_path / "many").iterdir():
         assert path.read_bytes() == (tmp_path / "one" / path.name).read_bytes(), path.name
 
@@ -168,9 +168,9 @@ def test_a_checkpoint_of_stages_has_the_same_bytes(
     ranked.create(single)
     sharded = ranked.load(deep, ranks, degrees, recompute="on")
     ranked.train_both(single, sharded, 2)
-    sharded.capture("m1", optimizer=True).write(tmp_path / "many")
+    sharded.capture("m1").write(tmp_path / "many")
     single.load("m1", ranked.SPECS[1], tmp_path / "many", optimizer=True)
-    single.capture("m1", optimizer=True).write(tmp_path / "one")
+    single.capture("m1").write(tmp_path / "one")
     for path in (tmp_path / "one").iterdir():
         assert path.read_bytes() == (tmp_path / "many" / path.name).read_bytes(), path.name
     sharded.load("m1", ranked.SPECS[1], tmp_path / "one", optimizer=True)

@@ -357,9 +357,9 @@ def test_a_checkpoint_has_the_same_bytes_and_loads_on_any_degrees(
     train_both(single, sharded, 2, seed=7)
     rng = np.random.default_rng(8)
     agree_on(single, sharded, [pass_of(rng, 1, [9, 11])])
-    sharded.capture("m1", optimizer=True, gradient=True).write(tmp_path / "many")
+    sharded.capture("m1").write(tmp_path / "many")
     single.load("m1", SPECS[1], tmp_path / "many", optimizer=True)
-    single.capture("m1", optimizer=True, gradient=True).write(tmp_path / "one")
+    single.capture("m1").write(tmp_path / "one")
     names = sorted(path.name for path in (tmp_path / "many").iterdir())
     assert names == sorted(path.name for path in (tmp_path / "one").iterdir()) and "gradient.safetensors" in names
     for name in names:
@@ -370,7 +370,7 @@ def test_a_checkpoint_has_the_same_bytes_and_loads_on_any_degrees(
     step_both(single, sharded)
     assert relative_error(weights(sharded, 1), weights(single, 1)) < 1e-5
     publish(sharded)
-    sharded.save_version("v1", tmp_path / "version")
+    sharded.capture_version("v1").write(tmp_path / "version")
     sharded.load_version("again", tmp_path / "version")
     assert sharded.has_version("again") and local_backend(sharded)._versions["again"].flat_P.equal(
         local_backend(sharded)._versions["v1"].flat_P
@@ -420,11 +420,11 @@ def test_dimuon_steps_whole_matrices_on_one_rank_each(
     assert relative_error(weights(sharded, 0), weights(single, 0)) < 1e-4
     sharded._call("digest", "m0")
     agree_on(single, sharded, [pass_of(rng, 0, [4])])
-    sharded.capture("m0", optimizer=True, gradient=True).write(tmp_path / "many")
+    sharded.capture("m0").write(tmp_path / "many")
     for backend in (single, sharded):
         backend.load("m0", spec, tmp_path / "many", optimizer=True, optimizer_type="dimuon")
-    single.capture("m0", optimizer=True, gradient=True).write(tmp_path / "one")
-    sharded.capture("m0", optimizer=True, gradient=True).write(tmp_path / "again")
+    single.capture("m0").write(tmp_path / "one")
+    sharded.capture("m0").write(tmp_path / "again")
     for name in ("adapter_model.safetensors", "optimizer.safetensors", "gradient.safetensors"):
         contents = {(tmp_path / directory / name).read_bytes() for directory in ("many", "one", "again")}
         assert len(contents) == 1, name
@@ -438,7 +438,7 @@ def test_an_adapter_of_experts_is_exported_and_merged_from_all_ranks(
         for stacked in (False, True):
             backend.save("m0", tmp_path / f"{index}-{stacked}", optimizer=False, stacked=stacked)
         backend.publish("m0", "v0")
-        backend.save_version("v0", tmp_path / f"{index}-version")
+        backend.capture_version("v0").write(tmp_path / f"{index}-version")
         assert backend.version_bytes("v0") > 0
     for name in ("False", "True", "version"):
         paths = sorted((tmp_path / f"0-{name}").iterdir())
@@ -491,12 +491,12 @@ def test_memory_that_runs_out_for_a_capture_fails_it_alone(
 
     with monkeypatch.context() as patched, pytest.raises(MemoryError, match="the host is full"):
         patched.setattr(rank_module, "allocate_host", run_out)
-        sharded.capture("m0", optimizer=True)
+        sharded.capture("m0")
     if sharded.local.ranks.degrees.experts == 1:
         with monkeypatch.context() as patched, pytest.raises(MemoryError, match="the host is full"):
             patched.setattr(Adapter, "snapshot", run_out)
-            sharded.capture("m0", optimizer=True)
-    assert sharded.capture("m0", optimizer=True).num_bytes > 0
+            sharded.capture("m0")
+    assert sharded.capture("m0").num_bytes > 0
 
 
 def custom(model: int, fn: traced_losses.Loss, lengths: list[int], seed: int) -> Pass:

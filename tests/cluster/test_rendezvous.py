@@ -259,11 +259,11 @@ def test_two_machines_agree_with_one_process_until_one_is_lost(tmp_path: Path) -
             for backend in (single, sharded):
                 ranked.create(backend)
             ranked.train_both(single, sharded, 2, seed=3)
-            sharded.capture("m1", optimizer=True).write(tmp_path / "saved")
+            sharded.capture("m1").write(tmp_path / "saved")
             sharded.load("m1", ranked.SPECS[1], tmp_path / "saved", optimizer=True)
             ranked.agree_on(single, sharded, [ranked.pass_of(np.random.default_rng(1), 1, [9, 11])])
             ranked.publish(sharded)
-            sharded.save_version("v1", tmp_path / "version")
+            sharded.capture_version("v1").write(tmp_path / "version")
             sharded.load_version("again", tmp_path / "version")
             ranked.sample_both(single, sharded)
             (rank,) = _ranks_of(os.getpid())

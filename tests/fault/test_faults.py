@@ -311,7 +311,7 @@ def test_an_engine_whose_database_turns_read_only_waits_and_goes_on(tmp_path: Pa
         bench.engine.run(stopping)
         assert bench.optimizer_step(second) == 2
         bench.restart()
-        assert not bench.engine._quarantine
+        assert not bench.engine.quarantine
 
 
 @only_sqlite

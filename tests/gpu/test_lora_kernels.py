@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from gpu.device import DEVICE, ON_CUDA
+from support import lora_reference
 from tinsmith.backends.torch.adapters import Adapter, Layout, Target
 from tinsmith.backends.torch.lora import DeviceLoRABatch, LoRADelta
 from tinsmith.backends.torch.lora_batch import BLOCK_ROWS, LoRABatch
@@ -54,7 +55,7 @@ def test_rows_of_many_adapters_are_what_each_would_be_alone(dtype: torch.dtype, 
         id(owner): Adapter(owner.spec, layout, owner.compute_P.double(), torch.float64) for owner in trained_adapters
     }
     lora_batch = LoRABatch.of([wide.get(id(owner)) for owner in adapters], [1] * len(adapters))
-    delta.add_reference_(expected, x_nI.double(), lora_batch)
+    lora_reference.add_deltas_(delta, expected, x_nI.double(), lora_batch)
     DeviceLoRABatch.of(adapters, [1] * len(adapters)).add_deltas_(delta, y_nO, x_nI)
     error = float((y_nO.double() - expected).norm() / expected.norm())
     assert error < (1e-6 if dtype == torch.float32 else 5e-3)

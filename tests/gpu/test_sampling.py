@@ -161,7 +161,7 @@ def test_files_of_a_version_made_on_the_device_are_read_on_the_cpu(llama: ModelS
     gpu = TorchBackend(llama, device=DEVICE, dtype="float32")
     gpu.create_model("m", LoraSpec(4, seed=1))
     gpu.publish("m", "v")
-    gpu.save_version("v", tmp_path / "v")
+    gpu.capture_version("v").write(tmp_path / "v")
     cpu = TorchBackend(llama, device="cpu", dtype="float32")
     cpu.load_version("v", tmp_path / "v")
     assert torch.equal(cpu._versions["v"].flat_P, gpu._versions["v"].flat_P.cpu())

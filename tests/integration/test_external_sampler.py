@@ -25,6 +25,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from safetensors.numpy import save_file
 from tinker import types
 
 from support import external_engines
@@ -592,8 +593,8 @@ def test_sglang_takes_unembeddings_where_it_can(
     def capture(version_id: str) -> Capture:
         def write(directory: Path) -> None:
             capture_version(version_id).write(directory)
-            head = b'{"base_model.model.lm_head.lora_A.weight": {}}'
-            (directory / "adapter_model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head)
+            matrix = {"base_model.model.lm_head.lora_A.weight": np.zeros((1, 1), np.float32)}
+            save_file(matrix, directory / "adapter_model.safetensors")
 
         return Capture(1, write)
 

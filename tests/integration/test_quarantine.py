@@ -311,7 +311,7 @@ def test_a_pass_that_kills_fails_by_name_and_the_others_are_done(bench: Bench) -
     norms = [bench.result(request_id)["metrics"]["grad_norm"] for request_id in after]  # type: ignore[index]
     assert norms == [pytest.approx(0.625), pytest.approx(0.625), 0.0, pytest.approx(0.625)]
     bench.restart()
-    assert not bench.engine._quarantine
+    assert not bench.engine.quarantine
 
 
 def test_a_models_passes_keep_their_order_around_a_suspect(bench: Bench) -> None:
@@ -393,7 +393,7 @@ def test_an_engines_own_failure_has_no_suspects(bench: Bench, monkeypatch: pytes
                 bench.engine.run(lambda: False)
             assert "no space" in str(raised.value.__cause__)
         bench.restart()
-        assert not bench.engine._quarantine
+        assert not bench.engine.quarantine
     bench.run_until_idle()
     outcome = bench.outcome(request_id)
     assert outcome is not None and outcome.error is None

@@ -352,8 +352,8 @@ def test_a_run_that_cannot_be_written_stays_and_another_goes(fakes: Pair, monkey
     assert [count_steps_after_one_more(fakes, run, 1) for run in runs] == [1, 1]
     original_capture = fakes.backends[0].capture
 
-    def capture(model_id: str, *, optimizer: bool, gradient: bool = False) -> Capture:
-        captured = original_capture(model_id, optimizer=optimizer, gradient=gradient)
+    def capture(model_id: str) -> Capture:
+        captured = original_capture(model_id)
         return replace(captured, write=full) if model_id == RUN else captured
 
     def full(_directory: Path) -> None:

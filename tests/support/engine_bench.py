@@ -55,8 +55,8 @@ class FlakyBackend(FakeBackend):
         self.raise_planned_error("optim_step")
         return super().optim_step(steps)
 
-    def capture(self, model_id: str, *, optimizer: bool, gradient: bool = False) -> Capture:
-        captured = super().capture(model_id, optimizer=optimizer, gradient=gradient)
+    def capture(self, model_id: str) -> Capture:
+        captured = super().capture(model_id)
 
         def write(directory: Path) -> None:
             (directory / "half-written").write_text("...")

@@ -10,12 +10,12 @@ import numpy as np
 from httpx import Response
 
 from support.batch_files import REQUEST_LINE
+from support.fake_hub import repository_of
 from support.http_harness import ALICE, BASE, Harness, pass_bytes
 from tinsmith.api.app import OPERATIONS
 from tinsmith.api.declaration import Operation
 from tinsmith.api.request import ANTHROPIC, HUB, OPENAI_PATHS, PREFIX
 from tinsmith.db.statements import execute
-from tinsmith.exchange.hub import repository_of
 from tinsmith.store.checkpoint_jobs import MERGE, NewCheckpointJob
 from tinsmith.store.checkpoints import parse_path
 from tinsmith.store.kept_samples import KeptSequence, SampleContent, keep_sample, new_sample

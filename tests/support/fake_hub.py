@@ -11,8 +11,16 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from tinsmith.store.checkpoints import CheckpointRef
+
 INLINE_BYTES = 1000
 """Larger files are sent as large ones."""
+
+
+def repository_of(ref: CheckpointRef) -> str:
+    """The id of the repository in which a server of ours has a checkpoint."""
+    run, number = ref.training_run_id.split(":train:")
+    return f"{run}/{number}.{ref.kind}.{ref.name}"
 
 
 @dataclass

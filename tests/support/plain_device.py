@@ -135,7 +135,7 @@ def run(shape: Any, device: str) -> dict[str, np.ndarray]:
             values[f"{name} {step} metrics"] = np.array([result.metrics["loss:sum"], *outcome.values()])
         backend.publish(name, name)
     with tempfile.TemporaryDirectory() as directory:
-        backend.capture("adamw", optimizer=True).write(Path(directory))
+        backend.capture("adamw").write(Path(directory))
         backend.load("again", LoraSpec(4, seed=1), Path(directory), optimizer=True)
         backend.publish("again", "again")
     params = [

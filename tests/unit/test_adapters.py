@@ -182,7 +182,7 @@ def test_a_version_survives_its_file(backend: TorchBackend, tmp_path: Path, subs
     backend.create_model("m", LoraSpec(4, 1, *subset))
     train(backend, "m", range(2))
     backend.publish("m", "v")
-    backend.save_version("v", tmp_path / "a")
+    backend.capture_version("v").write(tmp_path / "a")
     backend.save("m", tmp_path / "b", optimizer=False)
     backend.load_version("w", tmp_path / "a")
     assert torch.equal(*(logits(backend, backend._versions[name]) for name in "vw"))
@@ -233,7 +233,7 @@ def test_files_that_do_not_fit_are_refused_by_name(backend: TorchBackend, tmp_pa
         ({"bias": "all"}, "bias"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"peft_type": "IA3"}, "does not describe a LoRA"),
-        ({"r": 5}, "must have lora_A"),
+        ({"r": 5}, "has rank 4, and adapter_config.json says 5"),
         ({"r": "4"}, "r is '4'"),
     ):
         config_path.write_text(json.dumps({**good, **change}))
@@ -241,13 +241,13 @@ def test_files_that_do_not_fit_are_refused_by_name(backend: TorchBackend, tmp_pa
             backend.load_version("v", tmp_path)
     config_path.write_text(json.dumps(good))
     tensors = load_file(weights_path)
-    save_file(
-        {**tensors, "base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight": torch.zeros(4, 64)}, weights_path
-    )
+    linear = "base_model.model.model.layers.9.self_attn.q_proj"
+    elsewhere = {f"{linear}.lora_A.weight": torch.zeros(4, 64), f"{linear}.lora_B.weight": torch.zeros(64, 4)}
+    save_file({**tensors, **elsewhere}, weights_path)
     with pytest.raises(UserError, match="cannot carry"):
         backend.load_version("v", tmp_path)
-    weights_path.write_bytes(b"not safetensors")
-    with pytest.raises(UserError, match="is not a safetensors file"):
+    weights_path.write_bytes(b"\2" + bytes(9))
+    with pytest.raises(UserError, match="is not a complete safetensors file"):
         backend.load_version("v", tmp_path)
 
 
@@ -255,7 +255,7 @@ def test_unknown_models_and_versions_are_refused(backend: TorchBackend, tmp_path
     for call in (
         lambda: backend.publish("x", "v"),
         lambda: backend.save("x", tmp_path, optimizer=False),
-        lambda: backend.save_version("x", tmp_path),
+        lambda: backend.capture_version("x").write(tmp_path),
     ):
         with pytest.raises(UserError, match="'x' is not loaded"):
             call()

@@ -34,12 +34,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "storage": {"errors", "runtime", "settings"},
     "store": VALUES | {"db", "runtime", "storage", "telemetry"},
     "auth": {"db", "errors", "store"},
-    "exchange": VALUES | {"runtime", "settings", "storage", "store"},
+    "exchange": VALUES | {"runtime", "settings", "storage", "store", "wire"},
     "cluster": VALUES | {"auth", "base_models", "db", "losses", "runtime", "settings", "store", "telemetry", "wire"},
     "batch": VALUES
     | {"auth", "base_models", "chat", "cluster", "db", "runtime", "settings", "storage", "store", "wire"},
-    "backends": VALUES | {"losses", "plan", "runtime", "samplers"},
-    "samplers": VALUES | {"backends", "plan", "runtime"},
+    "backends": VALUES | {"losses", "plan", "runtime", "samplers", "wire"},
+    "samplers": VALUES | {"backends", "plan", "runtime", "wire"},
     "engine": VALUES
     | {"backends", "base_models", "cluster", "db", "losses", "plan", "runtime", "samplers", "settings", "storage"}
     | {"store", "telemetry", "wire"},
@@ -50,7 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"api", "auth", "base_models", "batch", "chat", "cluster", "db", "losses", "runtime", "settings", "storage"}
     | {"store", "telemetry", "wire"},
     "cli": {"auth", "base_models", "batch", "cluster", "db", "errors", "exchange", "losses", "plan", "runtime"}
-    | {"server", "settings", "storage", "telemetry"},
+    | {"server", "settings", "storage", "telemetry", "wire"},
 }
 ONE_LAYER = {frozenset({"backends", "samplers"})}
 """Packages that import each other: a sampler decodes with the backend's model."""
@@ -171,6 +171,17 @@ def test_only_the_package_db_knows_which_database_it_is() -> None:
     implementations = {"db.sqlite", "db.sqlite_database", "db.postgres_database"}
     importers = {module for module, imports in graph().items() if imports & implementations}
     assert {module for module in importers if not module.startswith("db.")} == set()
+
+
+def test_compute_and_commands_know_of_the_protocol_only_the_files_of_adapters() -> None:
+    importers = {"backends", "samplers", "exchange", "cli"}
+    imported = {
+        other
+        for module, imports in graph().items()
+        for other in imports
+        if module.split(".")[0] in importers and other.split(".")[0] == "wire"
+    }
+    assert imported == {"wire.adapter_files"}
 
 
 def test_the_table_has_a_row_for_each_entry_of_the_first_level() -> None:

@@ -94,7 +94,7 @@ def test_a_capture_continues_bit_for_bit_whatever_happened_to_the_model_since(
         step(backend, "m", params)
     if pending:
         accumulate(backend, "m", 3)
-    captured = backend.capture("m", optimizer=True, gradient=True)
+    captured = backend.capture("m")
     before = state(backend, "m")
     straight = [accumulate(backend, "m", 4), step(backend, "m", params), accumulate(backend, "m", 5)]
     captured.write(tmp_path)

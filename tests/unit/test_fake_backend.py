@@ -245,7 +245,7 @@ def test_a_version_comes_back_from_disk(backend: Backend, tmp_path: Path) -> Non
     backend.create_model("a", SPEC)
     train(backend, "a", 6)
     backend.publish("a", "v")
-    backend.save_version("v", tmp_path)
+    backend.capture_version("v").write(tmp_path)
     expected = sample_seeded(backend, "v")
     backend.drop_version("v")
     backend.load_version("v", tmp_path)

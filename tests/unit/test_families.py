@@ -138,7 +138,7 @@ def test_a_family_is_what_transformers_and_peft_compute(family: Family, tmp_path
     check_sampling(backend, "v", model)
     # Each file format restores the same values.
     backend.save("m", tmp_path / "export", optimizer=False, stacked=True)
-    backend.capture("m", optimizer=True).write(tmp_path / "snapshot")
+    backend.capture("m").write(tmp_path / "snapshot")
     for name in ("saved", "export", "snapshot"):
         backend.load(name, spec, tmp_path / name, optimizer=name != "export")
         assert torch.equal(backend._models[name].adapter.flat_P, adapter.flat_P), name

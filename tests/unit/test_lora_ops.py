@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support import lora_reference
 from support.properties import examples
 from tinsmith.backends.torch import lora, lora_batch
 from tinsmith.backends.torch.adapters import Adapter, AdapterStack, Layout, Target
@@ -97,7 +98,7 @@ def test_a_site_adds_what_the_reference_adds_also_where_sampling_keeps_stacks(
             owners[0].flat_P.mul_(1.5)
             owners[0].refresh()
         expected_TO = torch.zeros(sum(lengths), 32, dtype=dtype)
-        delta.add_reference_(expected_TO, x_TI, LoRABatch.of(chosen, lengths))
+        lora_reference.add_deltas_(delta, expected_TO, x_TI, LoRABatch.of(chosen, lengths))
         with torch.inference_mode():
             for _ in range(3):
                 found_TO = torch.zeros(sum(lengths), 32, dtype=dtype)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,10 +14,17 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from support import peft_adapters, tiny_models
-from tinsmith.backends.torch import checkpoint
 from tinsmith.errors import UserError
-from tinsmith.exchange import adapters, merging
+from tinsmith.exchange import merging
 from tinsmith.types import LORA_ALPHA, LoraSpec, ModelShape
+from tinsmith.wire.adapter_files import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    check_fits,
+    group_of,
+    optimizer_type,
+    read_adapter,
+)
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SETTINGS = {
@@ -163,7 +172,7 @@ def test_an_unembedding_that_was_trained_in_full_is_refused(llama: Path, tmp_pat
     tensors = load_file(adapter / "adapter_model.safetensors")
     (copy,) = [name for name in tensors if "lora" not in name]
     with pytest.raises(UserError, match="a copy of the base's weights; `tinsmith checkpoints import`"):
-        adapters.read(adapter, plain=True)
+        read_adapter(adapter, plain=True)
     tensors[copy][0, 0] += 1
     save_file(tensors, adapter / "adapter_model.safetensors")
     for refused in (merging.merge, lambda base, source, target: merging.rewrite(source, target, lambda: base)):
@@ -189,6 +198,8 @@ REFUSED = {
     "no number": ({"r": True}, "both must be numbers"),
     "another rank": ({"r": 5}, "has rank 4, and adapter_config.json says 5"),
     "no alpha": ({"lora_alpha": 0}, "alpha must be positive"),
+    "an alpha that no float holds": ({"lora_alpha": 10**400}, "alpha must be positive"),
+    "no alpha of a pattern": ({"alpha_pattern": {"q_proj": -1}}, r"alpha_pattern\['q_proj'\] is -1"),
     "a strange pattern": ({"rank_pattern": {"q_proj": "x"}}, "rank_pattern must be an object of numbers"),
 }
 
@@ -232,7 +243,7 @@ def test_tensors_that_are_no_lora_are_refused_by_name(adapter: Path, case: str) 
     tensors, words = TENSORS[case]
     save_file(tensors, adapter / "adapter_model.safetensors")
     with pytest.raises(UserError, match=words):
-        adapters.read(adapter)
+        read_adapter(adapter)
 
 
 def test_files_that_are_no_adapter_are_refused(adapter: Path) -> None:
@@ -241,13 +252,13 @@ def test_files_that_are_no_adapter_are_refused(adapter: Path) -> None:
     for content in (valid_bytes[:-8], valid_bytes + b"x", b"", b"\xff" * 100):
         weights.write_bytes(content)
         with pytest.raises(UserError, match=r"adapter_model.safetensors (is not a complete|has a header of)"):
-            adapters.read(adapter)
+            read_adapter(adapter)
     weights.rename(adapter / "adapter_model.bin")
     with pytest.raises(UserError, match=r"there is no adapter_model.safetensors, only adapter_model.bin"):
-        adapters.read(adapter)
+        read_adapter(adapter)
     (adapter / "adapter_config.json").write_text("[" * 100_000)
     with pytest.raises(UserError, match="is not JSON"):
-        adapters.read(adapter)
+        read_adapter(adapter)
 
 
 def test_an_adapter_of_another_base_is_refused(llama: Path, tmp_path: Path) -> None:
@@ -258,9 +269,9 @@ def test_an_adapter_of_another_base_is_refused(llama: Path, tmp_path: Path) -> N
         with pytest.raises(UserError, match=words):
             merging.merge(llama, adapter, tmp_path / "merged")
         with pytest.raises(UserError, match="and the base model has"):
-            adapters.check_fits(adapters.read(adapter), llama)
+            check_fits(read_adapter(adapter), llama)
     assert not (tmp_path / "merged").exists()
-    adapters.check_fits(adapters.read(peft_adapters.make(llama, tmp_path / "own", target_modules=["lm_head"])), llama)
+    check_fits(read_adapter(peft_adapters.make(llama, tmp_path / "own", target_modules=["lm_head"])), llama)
 
 
 def test_a_base_that_is_none_is_refused(llama: Path, adapter: Path, tmp_path: Path) -> None:
@@ -288,11 +299,29 @@ def test_numbers_that_are_not_finite_are_refused(llama: Path, adapter: Path, tmp
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
 
 
-def test_both_readers_of_adapters_agree() -> None:
-    """Engines have a separate reader, since they load torch and the server does not."""
-    assert (adapters.WEIGHTS_FILE, adapters.CONFIG_FILE) == (checkpoint.WEIGHTS_FILE, checkpoint.CONFIG_FILE)
-    assert (adapters.OPTIMIZER_FILE, adapters.PREFIX) == (checkpoint.OPTIMIZER_FILE, checkpoint.PREFIX)
-    assert set(checkpoint.UNSUPPORTED) & adapters.HARMLESS_SETTINGS == {"rank_pattern", "alpha_pattern"}
+def test_engines_refuse_what_the_server_refuses_with_the_same_sentence(
+    llama: Path, adapter: Path, tmp_path: Path
+) -> None:
+    from tinsmith.backends.torch import TorchBackend
+
+    backend = TorchBackend(ModelShape("tiny", str(llama), tiny_models.VOCAB, 256, "x"), device="cpu")
+    edits: list[Callable[[Path], object]] = [
+        partial(edit_config, **REFUSED[case][0])
+        for case in REFUSED.keys() - {"experts"}  # which checkpoints have
+    ]
+    edits += [partial(edit_config, rank_pattern={"q_proj": 2}), lambda files: (files / CONFIG_FILE).write_text("{")]
+    for name in TENSORS.keys() - {"three dimensions"}:  # which Tinker's exports have
+        edits.append(lambda files, name=name: save_file(TENSORS[name][0], files / WEIGHTS_FILE))
+    edits += [lambda files: (files / WEIGHTS_FILE).write_bytes(b"x"), lambda files: (files / WEIGHTS_FILE).unlink()]
+    for index, edit in enumerate(edits):
+        files = tmp_path / str(index)
+        shutil.copytree(adapter, files)
+        edit(files)
+        with pytest.raises(UserError) as at_server:
+            read_adapter(files, plain=True)
+        with pytest.raises(UserError) as at_engine:
+            backend.load_version("v", files)
+        assert str(at_server.value) == str(at_engine.value)
 
 
 def test_experts_of_our_own_checkpoints_come_back_and_are_not_merged(tmp_path: Path) -> None:
@@ -303,16 +332,16 @@ def test_experts_of_our_own_checkpoints_come_back_and_are_not_merged(tmp_path: P
     spec = LoraSpec(4, None, True, True, False)
     backend.create_model("m", spec)
     backend.save("m", tmp_path / "adapter", optimizer=True)
-    description = adapters.read(tmp_path / "adapter", plain=True)
+    description = read_adapter(tmp_path / "adapter", plain=True)
     assert description.spec == spec and description.experts
-    assert adapters.optimizer_type(tmp_path / "adapter") == "adamw"
-    adapters.check_fits(description, tmp_path / "base")
+    assert optimizer_type(tmp_path / "adapter") == "adamw"
+    check_fits(description, tmp_path / "base")
     backend.load("n", description.spec, tmp_path / "adapter", optimizer=True)
     with pytest.raises(UserError, match="sets 'target_parameters'"):
         merging.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
     edit_config(tmp_path / "adapter", rank_pattern={"experts.gate_up_proj": 5})
     with pytest.raises(UserError, match="sets 'target_parameters'"):
-        adapters.read(tmp_path / "adapter", plain=True)
+        read_adapter(tmp_path / "adapter", plain=True)
 
 
 def test_groups_are_those_of_the_engines(llama: Path) -> None:
@@ -320,4 +349,4 @@ def test_groups_are_those_of_the_engines(llama: Path) -> None:
 
     shape = ModelShape("tiny", str(llama), tiny_models.VOCAB, 256, "x")
     for target in TorchBackend(shape, device="cpu").base.adaptable_targets():
-        assert adapters.group_of(target.name) == target.group
+        assert group_of(target.name) == target.group

@@ -105,7 +105,7 @@ def test_steps_after_a_sleep_are_those_without_one_bit_for_bit(
             for name, backend in (("one", awake), ("other", sleeping)):
                 directory = tmp_path / f"{name}{turn}{part}"
                 for kind, capture in (
-                    ("model", backend.capture("m0", optimizer=True, gradient=True) if turn else None),
+                    ("model", backend.capture("m0") if turn else None),
                     ("version", backend.capture_version("v")),
                 ):
                     if capture is not None:
@@ -303,7 +303,7 @@ def test_a_captured_model_goes_to_the_host_on_a_stream_of_its_own(
         backend = FakeCudaBackend(shape)
         backend.create_model("m0", LoraSpec(8))
         accumulate(backend, 0)
-        captured = backend.capture("m0", optimizer=True, gradient=True)
+        captured = backend.capture("m0")
         live = backend._models["m0"]
 
         def write(trained: TrainedModel, _optimizer: bool, directory: Path, **_: bool) -> None:

@@ -13,10 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from support.families import FAMILIES, make
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.backends.torch.checkpoint import CONFIG_FILE, WEIGHTS_FILE
 from tinsmith.errors import UserError
-from tinsmith.exchange.adapters import read
 from tinsmith.types import LoraSpec
+from tinsmith.wire.adapter_files import CONFIG_FILE, WEIGHTS_FILE, read_adapter
 from unit.test_families import check_sampling, reference
 
 LAYER = "base_model.model.model.layers.0"
@@ -59,13 +58,13 @@ def test_parts_have_tinkers_names_in_an_export_and_are_one_adapter_to_peft(tmp_p
 def test_a_checkpoint_may_be_uploaded_and_other_ranks_may_not(family: str, tmp_path: Path) -> None:
     backend = backend_of(family, tmp_path / "base")
     backend.save("m", tmp_path / "peft", optimizer=False)
-    description = read(tmp_path / "peft", plain=True)
+    description = read_adapter(tmp_path / "peft", plain=True)
     assert (description.rank, description.spec) == (2, LoraSpec(2))
     config = json.loads((tmp_path / "peft" / CONFIG_FILE).read_text())
     config["rank_pattern"] = dict.fromkeys(config["rank_pattern"], 5)
     (tmp_path / "peft" / CONFIG_FILE).write_text(json.dumps(config))
     with pytest.raises(UserError, match="rank_pattern"):
-        read(tmp_path / "peft", plain=True)
+        read_adapter(tmp_path / "peft", plain=True)
     with pytest.raises(UserError, match="rank_pattern"):
         backend.load_version("v", tmp_path / "peft")
 

@@ -31,6 +31,7 @@ from tinsmith.backends.torch.lora_batch import LoRABatch, Segment
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.recurrent import SequenceMixer, wrap_mixers
 from tinsmith.errors import SettingsError
+from tinsmith.plan import versions
 from tinsmith.plan.mixers import is_mixer
 from tinsmith.samplers.local.state_pool import SequenceState, StatePool
 from tinsmith.samplers.local.states import (
@@ -392,7 +393,7 @@ def test_tensors_of_a_cpu_do_not_reach_the_kernels_of_a_library(
 
     modeling = ModuleType(__name__)
     modeling.rule, modeling.other = kernel, plain  # pyright: ignore[reportAttributeAccessIssue]
-    monkeypatch.setattr(recurrent, "find_spec", lambda name: object() if installed and name == "fla" else None)
+    monkeypatch.setattr(versions, "find_spec", lambda name: object() if installed and name == "fla" else None)
     recurrent._keep_host_functions(modeling)
     routes = [modeling.rule(torch.ones(1, device=device)) for device in ("cpu", "meta")]
     assert routes == (["torch", "library"] if installed else ["library", "library"])

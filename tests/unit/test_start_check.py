@@ -22,6 +22,7 @@ from support.families import FAMILIES, Family, build, make
 from tinsmith.backends.torch import attention, model, recurrent, servable, start_check
 from tinsmith.backends.torch.attention import LayerSlots, MixerState
 from tinsmith.backends.torch.lora import ForwardContext
+from tinsmith.backends.torch.lora_batch import LoRABatch
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.recurrent import LayerCache, SequenceMixer, SlotCache, cache_argument, wrap_mixers
 from tinsmith.backends.torch.servable import ReleaseError
@@ -238,7 +239,7 @@ def test_an_exchange_that_is_not_understood_is_an_error(
     behave: Callable[[Any, Tensor], None], state: MixerState | None, reason: str
 ) -> None:
     context = ForwardContext()
-    context.lora_batch = start_check._base_rows(3)
+    context.lora_batch = LoRABatch.of_base(3)
     mixer = SequenceMixer(Exchange(behave), context)
     with pytest.raises(ReleaseError, match=reason):
         mixer(torch.ones(1, 3, 4), (0,), state, keep=True)

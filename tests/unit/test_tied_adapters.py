@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from support.families import FAMILIES, make
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.exchange import adapters
 from tinsmith.exchange.merging import merge, rewrite
 from tinsmith.types import LoraSpec, ModelShape
+from tinsmith.wire.adapter_files import read_adapter
 from unit.test_families import check_training, reference, train
 from unit.test_wrappers import make_wrapper
 
@@ -92,7 +92,7 @@ def test_without_the_unembedding_a_merged_model_is_the_trained_one(
 def test_external_engines_get_the_form_of_peft(tied: tuple[ModelShape, type], tmp_path: Path) -> None:
     backend = train_backend(tied[0])
     backend.publish("m", "v")
-    backend.save_version("v", tmp_path / "version")
+    backend.capture_version("v").write(tmp_path / "version")
     assert heads(tmp_path / "version") == {HEAD}
 
 
@@ -101,7 +101,7 @@ def test_both_forms_are_loaded(tied: tuple[ModelShape, type], tmp_path: Path) ->
     flat_P = backend._models["m"].adapter.flat_P
     for name, stacked in (("saved", False), ("export", True)):
         backend.save("m", tmp_path / name, optimizer=False, stacked=stacked)
-        description = adapters.read(tmp_path / name, plain=tied[1] is AutoModelForCausalLM)
+        description = read_adapter(tmp_path / name, plain=tied[1] is AutoModelForCausalLM)
         assert description.spec.train_unembed and "lm_head" in description.linears
         backend.load(name, LoraSpec(3, seed=1), tmp_path / name, optimizer=False)
         assert torch.equal(backend._models[name].adapter.flat_P, flat_P)

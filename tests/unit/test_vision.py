@@ -21,10 +21,10 @@ from support.vision_models import IMAGE, picture
 from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch import vision as images_there
-from tinsmith.backends.torch.adapters import wrapper_name
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.types import AdamParams, Datum, Image, LoraSpec, ModelShape, OptimStep, Pass, PassResult
+from tinsmith.wire.adapter_files import wrapper_name
 
 torch.set_num_threads(1)
 

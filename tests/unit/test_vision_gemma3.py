@@ -22,7 +22,6 @@ from support.local_sampling import run
 from support.tolerances import rounding_of_model
 from support.vision_models import END, GEMMA3, IMAGE, START, picture
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.backends.torch.adapters import wrapper_name
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.base_models import read_shape
 from tinsmith.chat.tokenizer import ModelTokenizer
@@ -30,6 +29,7 @@ from tinsmith.errors import SettingsError, UserError
 from tinsmith.plan.architecture import read_config, read_directory
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
 from tinsmith.types import Datum, Image, ModelShape, Sample, SamplingParams
+from tinsmith.wire.adapter_files import wrapper_name
 from unit.test_vision import compute_gradients, load_reference_model, reference_gradients, text, train_backend
 from unit.test_vision import run as run_pass
 from unit.test_vision_chats import IMAGE_CONTENT, chat

@@ -122,12 +122,12 @@ class Backend(Protocol):
         """
         ...
 
-    def capture(self, model_id: str, *, optimizer: bool, gradient: bool = False) -> Capture:
-        """The model as it is now, in the format of a stacked `save`; with `gradient`, the accumulated gradient too."""
+    def capture(self, model_id: str) -> Capture:
+        """The model as it is now, in the format of a stacked `save` with its optimizer's state."""
         ...
 
     def capture_version(self, version_id: str) -> Capture:
-        """A version, in the format of `save_version`."""
+        """A version, for `load_version`: in PEFT's format with stacked experts."""
         ...
 
     def version_bytes(self, version_id: str) -> int:
@@ -155,10 +155,6 @@ class Backend(Protocol):
 
     def load_version(self, version_id: str, directory: Path) -> None:
         """Create a version from a saved adapter (PEFT format)."""
-        ...
-
-    def save_version(self, version_id: str, directory: Path) -> None:
-        """Write a version for `load_version`: in PEFT's format with stacked experts."""
         ...
 
     def has_version(self, version_id: str) -> bool: ...

@@ -119,12 +119,8 @@ class FakeBackend:
             results.append({"grad_norm": abs(adapter.gradient), "step": float(adapter.step + 1)})
         return results
 
-    def capture(self, model_id: str, *, optimizer: bool, gradient: bool = False) -> Capture:
-        adapter = self._models[model_id]
-        state = {"weight": adapter.weight, "step": adapter.step if optimizer else None}
-        state |= {"optimizer_type": adapter.optimizer_type, "gradient": adapter.gradient if gradient else 0.0}
-        text = json.dumps(state)
-        return Capture(ADAPTER_BYTES, partial(_write, text))
+    def capture(self, model_id: str) -> Capture:
+        return Capture(ADAPTER_BYTES, partial(_write, _describe(self._models[model_id], optimizer=True)))
 
     def capture_version(self, version_id: str) -> Capture:
         text = json.dumps({"weight": self._versions[version_id], "step": None})
@@ -134,7 +130,7 @@ class FakeBackend:
         return ADAPTER_BYTES
 
     def save(self, model_id: str, directory: Path, *, optimizer: bool, stacked: bool = False) -> None:
-        self.capture(model_id, optimizer=optimizer, gradient=optimizer).write(directory)
+        _write(_describe(self._models[model_id], optimizer=optimizer), directory)
 
     def load(
         self, model_id: str, spec: LoraSpec, directory: Path, *, optimizer: bool, optimizer_type: str = "adamw"
@@ -153,14 +149,17 @@ class FakeBackend:
     def load_version(self, version_id: str, directory: Path) -> None:
         self._versions[version_id] = json.loads((directory / STATE_FILE).read_text())["weight"]
 
-    def save_version(self, version_id: str, directory: Path) -> None:
-        self.capture_version(version_id).write(directory)
-
     def has_version(self, version_id: str) -> bool:
         return version_id in self._versions
 
     def drop_version(self, version_id: str) -> None:
         self._versions.pop(version_id, None)
+
+
+def _describe(adapter: FakeAdapter, *, optimizer: bool) -> str:
+    state = {"weight": adapter.weight, "step": adapter.step if optimizer else None}
+    state |= {"optimizer_type": adapter.optimizer_type, "gradient": adapter.gradient if optimizer else 0.0}
+    return json.dumps(state)
 
 
 def _write(text: str, directory: Path) -> None:

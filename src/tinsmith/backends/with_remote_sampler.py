@@ -84,8 +84,6 @@ class RemotelySampledBackend(RemotelySampledVersions):
         self.version_bytes = backend.version_bytes
         self.save = backend.save
         self.load = backend.load
-        self.save_version = backend.save_version
-
         self.start_profile = backend.start_profile
         self.sleep = backend.sleep
         sampler.before_wake_up = self._release_device
@@ -150,7 +148,7 @@ class VersionFiles:
         # Hard links, made immediately, because a capture outlives its version.
         links = self._directory / f"captured-{self._num_directories}"
         self._num_directories += 1
-        shutil.copytree(self._versions[version_id], links, copy_function=_link)
+        shutil.copytree(self._versions[version_id], links, copy_function=os.link)
         size = sum(path.stat().st_size for path in links.iterdir())
         return Capture(size, partial(_move, links))
 
@@ -218,10 +216,6 @@ def split_options(text: str) -> tuple[str, ...]:
         return tuple(shlex.split(text))
     except ValueError as error:
         raise SettingsError(f"sampler_options {text!r} cannot be read: {error}") from None
-
-
-def _link(source: str, target: str) -> None:
-    Path(target).hardlink_to(source)
 
 
 def _move(source: Path, target: Path) -> None:

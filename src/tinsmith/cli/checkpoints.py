@@ -104,8 +104,9 @@ def import_adapter(
     as_json: AsJson = False,
 ) -> None:
     """Rewrite any LoRA adapter in PEFT's format (alpha, rsLoRA, ranks by module, 16 bits) and upload it."""
-    from tinsmith.exchange import adapters, merging
+    from tinsmith.exchange import merging
     from tinsmith.exchange.transfer import adapter_directory
+    from tinsmith.wire import adapter_files
 
     with (
         exit_on_errors(),
@@ -113,7 +114,7 @@ def import_adapter(
         adapter_directory(directory, Path(scratch)) as adapter,
     ):
         rewritten = Path(scratch) / "adapter"
-        base_name = base_directory or base or adapters.read(adapter).base_name
+        base_name = base_directory or base or adapter_files.read_adapter(adapter).base_name
         rewritten_adapter = merging.rewrite(adapter, rewritten, lambda: _base_directory(base_name))
         if not as_json:
             notes.print(f"rewrote {len(rewritten_adapter.linears)} linear layers with rank {rewritten_adapter.rank}")
@@ -134,7 +135,8 @@ def merge(
     as_json: AsJson = False,
 ) -> None:
     """Merge an adapter into its base, writing an ordinary Hugging Face model."""
-    from tinsmith.exchange import adapters, merging
+    from tinsmith.exchange import merging
+    from tinsmith.wire import adapter_files
 
     with exit_on_errors(), tempfile.TemporaryDirectory() as scratch:
         converter = _converter(gguf, llama_cpp)
@@ -143,7 +145,7 @@ def merge(
             source = Path(scratch) / "adapter"
             with server() as client, _bar("pulling", as_json) as progress:
                 client.pull(adapter, source, progress)
-        base_directory = _base_directory(base or adapters.read(source).base_name)
+        base_directory = _base_directory(base or adapter_files.read_adapter(source).base_name)
         with _bar("merging", as_json, "tensors") as progress:
             shard_bytes = round(max_shard_gb * 1e9)
             merged = merging.merge(
@@ -159,12 +161,12 @@ def merge(
 
 
 def _push(directory: Path, base: str, name: str, ttl: int | None, as_json: bool) -> None:
-    from tinsmith.exchange import adapters
+    from tinsmith.wire import adapter_files
 
-    base_name = adapters.read(directory, plain=True).base_name  # before anything is sent
+    base_name = adapter_files.read_adapter(directory, plain=True).base_name  # before anything is sent
     base = base or base_name
     if not base:
-        raise UserError(f"{adapters.CONFIG_FILE} names no base model; name the served one: --base NAME")
+        raise UserError(f"{adapter_files.CONFIG_FILE} names no base model; name the served one: --base NAME")
     fields = {"base_model": base, "name": name, **({} if ttl is None else {"ttl_seconds": str(ttl)})}
     with server() as client, _bar("pushing", as_json) as progress:
         answer = client.push(directory, fields, progress)

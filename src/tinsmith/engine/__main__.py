@@ -449,7 +449,7 @@ def _serve(context: _EngineContext, settings: Settings, stopping: threading.Even
     start_supervised_thread("database_files", partial(_watch_files, database, stopping), stopping.wait)
     engines.set_state(seat, "ready")
     log.info("engine ready", base_model=shape.name)
-    engine.on_fault(_limit_end)
+    engine.quarantine.on_fault = _limit_end
     try:
         engine.run(stopping.is_set)
     except (Exception, EngineFaultError) as error:
@@ -569,7 +569,7 @@ def _prepare_stop(stopping: threading.Event, engine: Engine | SamplerEngine, con
     sampler that finishes its samples gets no new ones.
     """
     stopping.wait()
-    engine.clear_journal()
+    engine.quarantine.clear()
     if isinstance(engine, SamplerEngine):
         with contextlib.suppress(SQLAlchemyError):
             context.engines.set_state(context.seat, "stopping")

@@ -21,10 +21,9 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.backends import Backend, run_to_end
-from tinsmith.cluster.engines import LeaseLostError
 from tinsmith.cluster.in_flight_journal import journal_path
 from tinsmith.db.wakeups import EVERYTHING, SAFETY_POLL_S, SERVER, WakeUps, engine_mailbox
-from tinsmith.engine.faults import EngineFaultError, answer_of, classify
+from tinsmith.engine.faults import answer_of, classify
 from tinsmith.engine.operations import POLL_S, Operations, Upload, Uploads
 from tinsmith.engine.pacing import CostModel, StepPacer
 from tinsmith.engine.passes import PassReader
@@ -86,7 +85,7 @@ class Engine:
         self._recovery = Recovery(
             backend, stores.futures, stores.models, self._operations, stores.snapshots, self._snapshots, self._passes
         )
-        self._quarantine = Quarantine(journal_path(settings.resolved_data_dir, stores.ownership.engine_id))
+        self.quarantine = Quarantine(journal_path(settings.resolved_data_dir, stores.ownership.engine_id))
         self.meters = EngineMeters(
             shape.name, stores.ownership.engine_id, settings.step_token_budget, settings.metrics_tenants
         )
@@ -97,7 +96,7 @@ class Engine:
             backend,
             stores,
             self._prepare_version,
-            self._quarantine,
+            self.quarantine,
             self._outbox,
             self._send_partials,
             self._timings,
@@ -110,7 +109,7 @@ class Engine:
         self._batching_window = BatchingWindow()
         self._hold_s = 0.0
         self._arrivals = Arrivals(
-            stores.ownership, stores.futures, stores.models, self._queues, self._quarantine, self._timings, self._fail
+            stores.ownership, stores.futures, stores.models, self._queues, self.quarantine, self._timings, self._fail
         )
         self._uploads = Uploads()
         self._migration = RunMigration(
@@ -130,35 +129,20 @@ class Engine:
         An iteration that the database interrupts starts again: until a request is settled, it stays in its queue.
         """
         self._database_retry.stopping = stopping
-        try:
+        with self.quarantine.clearing():
             self._database_retry.run(self.start)
             while not stopping():
                 self._database_retry.run(partial(self.run_once, SAFETY_POLL_S))
-        except (LeaseLostError, IterationFailedError):
-            self.clear_journal()
-            raise
-        except Exception as error:
-            if not classify(error).is_fatal:
-                self.clear_journal()
-            raise
         self.stop()
-
-    def on_fault(self, callback: Callable[[EngineFaultError], None]) -> None:
-        """Call `callback` as soon as a fault ends this engine."""
-        self._quarantine.on_fault = callback
 
     def flush_settlements(self, stopping: Callable[[], bool]) -> None:
         """Commit what was computed before a fault, until `stopping`. Does not use the device."""
         self._database_retry.stopping = stopping
         self._outbox.flush()
 
-    def clear_journal(self) -> None:
-        """From now on the end of this process blames no request. Thread-safe."""
-        self._quarantine.clear()
-
     def stop(self) -> None:
         """Write state that only this engine's memory holds, for the next engine."""
-        self.clear_journal()
+        self.quarantine.clear()
         self.flush()
         self._snapshots.snapshot_all()
         try:
@@ -177,7 +161,7 @@ class Engine:
         """Take over from the previous engine of this base model."""
         self._stores.checkpoints.recover(self._shape.name, self._stores.ownership.engine_id)
         self._arrivals.fetch_late()
-        self._quarantine.keep(self._queues.request_ids)
+        self.quarantine.keep(self._queues.request_ids)
 
     def run_once(self, patience_s: float) -> bool:
         """One training step and a share of decoding; without either, wait for work. False if there was no work."""
@@ -273,7 +257,7 @@ class Engine:
             self._costs.record_single(request.kind, time.monotonic() - work_started)
             self.meters.observe_work(request.kind, time.monotonic() - work_started)
         work_started, decoded_before_s = time.monotonic(), self._sampling.decoded_s
-        for group in self._quarantine.groups(step.passes):
+        for group in self.quarantine.groups(step.passes):
             self._run_passes(group)
         passes_s = time.monotonic() - work_started - (self._sampling.decoded_s - decoded_before_s)
         if step.passes:
@@ -296,7 +280,7 @@ class Engine:
 
     def _run_all_optim_steps(self, requests: Sequence[Pending]) -> None:
         started = time.monotonic()
-        for group in self._quarantine.groups(requests):
+        for group in self.quarantine.groups(requests):
             self._run_optim_steps(group)
         if requests:
             self.meters.observe_work("optim_steps", time.monotonic() - started)
@@ -336,7 +320,7 @@ class Engine:
         """Whether the passes of this step wait for others; sets `_hold_s`."""
         self._hold_s = 0.0
         tokens = sum(request.cost_tokens for request in step.passes)
-        if step.passes and not step.singles and not self._quarantine and 2 * tokens <= budget:
+        if step.passes and not step.singles and not self.quarantine and 2 * tokens <= budget:
             window = self._batching_window
             self._hold_s = window.wait_s(*self._queues.passes_due(step.passes, window.late_s()), time.monotonic())
         return self._hold_s > 0.0
@@ -378,10 +362,10 @@ class Engine:
             assert request.model_id is not None
             if request.model_id in later:
                 continue
-            error: TinsmithError | None = self._quarantine.verdict(request.request_id)
+            error: TinsmithError | None = self.quarantine.verdict(request.request_id)
             if error is None and request.model_id not in usable:
                 try:
-                    with self._quarantine.running([request.request_id]):
+                    with self.quarantine.running([request.request_id]):
                         usable[request.model_id] = self._restore_model(request.model_id, interleave=True)
                 except UnreachableError as unreachable:
                     self._retry_later(request, unreachable)
@@ -406,7 +390,7 @@ class Engine:
         """
         if self._backend.has_model(model_id):
             return None
-        if reason := self._quarantine.unrestorable(model_id):
+        if reason := self.quarantine.unrestorable(model_id):
             return LostStateError(f"model {model_id!r} could not be restored: {reason}")
         model = self._stores.models.find(model_id)
         if model is None:
@@ -414,7 +398,7 @@ class Engine:
         try:
             model.require_usable()
             self._part_began = time.monotonic()
-            with self._quarantine.restoring(model_id):
+            with self.quarantine.restoring(model_id):
                 run_to_end(self._recovery.restore(model), self._decode_between_parts if interleave else None)
         except TinsmithError as error:
             return error
@@ -429,7 +413,7 @@ class Engine:
         return None
 
     def _running(self, ready: Sequence[tuple[Pending, bytes]]) -> AbstractContextManager[None]:
-        return self._quarantine.running([request.request_id for request, _ in ready])
+        return self.quarantine.running([request.request_id for request, _ in ready])
 
     def _run_passes(self, requests: Sequence[Pending]) -> None:
         self._timings.record_start(requests)
@@ -527,7 +511,7 @@ class Engine:
             if request.request_id not in self._queues.request_ids:
                 continue  # its model was unloaded meanwhile; the unreferenced files are swept
             try:
-                with self._quarantine.blaming([request.request_id]):
+                with self.quarantine.blaming([request.request_id]):
                     settlement = upload.settlement()
             except Exception as error:  # noqa: BLE001  becomes this request's answer
                 failure = answer_of(error, request)
@@ -545,7 +529,7 @@ class Engine:
 
     def _single_settlement(self, request: Pending, model: Model | None, body: bytes) -> Settlement | Upload:
         assert model is not None
-        if verdict := self._quarantine.verdict(request.request_id):
+        if verdict := self.quarantine.verdict(request.request_id):
             raise verdict
         creating = request.kind in ("create_model", "load_model")
         with self._running([(request, body)]):
@@ -583,7 +567,7 @@ class Engine:
             applied[request.model_id] = self._queues.lanes[request.model_id].mark_applied(request.seq_id)
             if settlement.keep_body:
                 changed.add(request.model_id)
-        with self._quarantine.blaming([request.request_id for request, _ in settlements]):
+        with self.quarantine.blaming([request.request_id for request, _ in settlements]):
             self._outbox.settle([settlement for _, settlement in settlements], applied)
         for model_id, seq_id in applied.items():
             self._snapshots.note_settled(model_id, seq_id, changed=model_id in changed)
@@ -595,6 +579,6 @@ class Engine:
         """Forget settled requests and wake their callers; called after the commit."""
         ids = [settlement.request_id for settlement in settlements]
         self._queues.request_ids.difference_update(ids)
-        self._quarantine.forget(ids)
+        self.quarantine.forget(ids)
         self._mailbox.wake(SERVER, ids)
         self._timings.record_commit(settlements)

@@ -24,8 +24,10 @@ from pathlib import Path
 
 import structlog
 
+from tinsmith.cluster.engines import LeaseLostError
 from tinsmith.cluster.in_flight_journal import JournalNote, read_suspects
 from tinsmith.engine.faults import EngineFaultError, Fault, classify
+from tinsmith.engine.settling import IterationFailedError
 from tinsmith.errors import EngineFailedError
 from tinsmith.runtime.failpoints import hit
 from tinsmith.types import Pending
@@ -87,6 +89,19 @@ class Quarantine:
             with self.blaming(request_ids):
                 hit("engine.computing", request_ids)
                 yield
+
+    @contextlib.contextmanager
+    def clearing(self) -> Iterator[None]:
+        """Clear the journal if the block ends by an exception that is no fault, which is no request's either."""
+        try:
+            yield
+        except (LeaseLostError, IterationFailedError):
+            self.clear()
+            raise
+        except Exception as error:
+            if not classify(error).is_fatal:
+                self.clear()
+            raise
 
     @contextlib.contextmanager
     def restoring(self, model_id: str) -> Iterator[None]:

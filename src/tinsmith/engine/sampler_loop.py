@@ -26,15 +26,14 @@ from pathlib import Path
 
 import structlog
 
-from tinsmith.cluster.engines import LeaseLostError
 from tinsmith.cluster.executors import RESTING, Executors
 from tinsmith.cluster.in_flight_journal import journal_path
 from tinsmith.db.wakeups import EVERYTHING, SAFETY_POLL_S, SERVER, WakeUps, engine_mailbox
-from tinsmith.engine.faults import EngineFaultError, classify
+from tinsmith.engine.faults import classify
 from tinsmith.engine.quarantine import Quarantine
 from tinsmith.engine.queues import Queues
 from tinsmith.engine.sampling import Sampling
-from tinsmith.engine.settling import DatabaseRetry, IterationFailedError, Outbox
+from tinsmith.engine.settling import DatabaseRetry, Outbox
 from tinsmith.engine.stores import Stores
 from tinsmith.engine.telemetry import EngineMeters, RequestTimings
 from tinsmith.engine.transfer import FetchedVersion, VersionFetcher, VersionRef
@@ -260,7 +259,7 @@ class SamplerEngine:
         self._stores = stores
         self._executors = executors
         self._mailbox = mailbox
-        self._quarantine = Quarantine(journal_path(settings.resolved_data_dir, self._engine_id))
+        self.quarantine = Quarantine(journal_path(settings.resolved_data_dir, self._engine_id))
         self._queues = Queues()
         self._loader = VersionLoader(fetcher, budget_bytes, self._load, holder.drop_version)
         self.meters = EngineMeters(
@@ -273,7 +272,7 @@ class SamplerEngine:
             holder,
             stores,
             self._prepare_version,
-            self._quarantine,
+            self.quarantine,
             self._outbox,
             self._send_partials,
             self._timings,
@@ -290,37 +289,22 @@ class SamplerEngine:
     def run(self, stopping: Callable[[], bool]) -> None:
         """Work until `stopping`, then finish running samples within DRAIN_S."""
         self._database_retry.stopping = stopping
-        try:
+        with self.quarantine.clearing():
             self._database_retry.run(self.start)
             while not stopping():
                 self._database_retry.run(partial(self.run_once, SAFETY_POLL_S))
             self.drain()
-        except (LeaseLostError, IterationFailedError):
-            self.clear_journal()
-            raise
-        except Exception as error:
-            if not classify(error).is_fatal:
-                self.clear_journal()
-            raise
-        self.clear_journal()
-
-    def on_fault(self, callback: Callable[[EngineFaultError], None]) -> None:
-        """Call `callback` as soon as a fault ends this sampler."""
-        self._quarantine.on_fault = callback
+        self.quarantine.clear()
 
     def flush_settlements(self, stopping: Callable[[], bool]) -> None:
         """Commit what was computed before a fault, until `stopping`. Does not use the device."""
         self._database_retry.stopping = stopping
         self._outbox.flush()
 
-    def clear_journal(self) -> None:
-        """From now on the end of this process quarantines no request. Thread-safe."""
-        self._quarantine.clear()
-
     def start(self) -> None:
         """Take over the samples assigned to the predecessor."""
         self._fetch()
-        self._quarantine.keep(self._queues.request_ids)
+        self.quarantine.keep(self._queues.request_ids)
 
     def run_once(self, patience_s: float) -> bool:
         """One decode step; without samples to decode, wait for work. False if there was none."""
@@ -493,7 +477,7 @@ class SamplerEngine:
             del self._failures[0]
 
     def _load(self, key: str, directory: Path, requests: Sequence[Pending]) -> None:
-        with self._quarantine.running([request.request_id for request in requests]):
+        with self.quarantine.running([request.request_id for request in requests]):
             self._holder.load_version(key, directory)
 
     def _prepare_version(self, sampler: SamplingSession, request: Pending) -> PreparedVersion:
@@ -518,7 +502,7 @@ class SamplerEngine:
         """Forget settled samples and wake their callers; called after the commit."""
         ids = [settlement.request_id for settlement in settlements]
         self._queues.request_ids.difference_update(ids)
-        self._quarantine.forget(ids)
+        self.quarantine.forget(ids)
         self._loader.remove(ids)
         self._mailbox.wake(SERVER, ids)
         self._timings.record_commit(settlements)

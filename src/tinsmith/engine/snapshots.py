@@ -277,7 +277,7 @@ class Snapshots:
         resident = self._resident[model_id]
         captured = self.versions.capture(model_id)
         try:
-            fill = self.backend.capture(model_id, optimizer=True, gradient=True).write
+            fill = self.backend.capture(model_id).write
         except Exception as error:  # treated as a failed write
             if classify(error) is Fault.DEVICE:
                 raise
@@ -307,7 +307,7 @@ class Snapshots:
         seq_id, steps, body_bytes = resident.changed_seq_id, resident.steps, resident.body_bytes
         expected_s, began_s = resident.cost_s, time.thread_time()
         try:
-            model = self.backend.capture(model_id, optimizer=True, gradient=True)
+            model = self.backend.capture(model_id)
         except MemoryError as error:
             log.error("out of memory for a snapshot", model_id=model_id, error=str(error))
             resident.retry_at = time.monotonic() + RETRY_S

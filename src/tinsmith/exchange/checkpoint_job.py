@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.runtime.host_memory import read_host_memory
 from tinsmith.runtime.sizes import GIBIBYTE, MEBIBYTE, format_bytes
+from tinsmith.wire.adapter_files import TRAINING_FILES, UNEMBED_TOKENS, WEIGHTS_FILE, read_header
 
 if TYPE_CHECKING:
     from tinsmith.exchange.merging import MergePlan
@@ -164,9 +165,7 @@ def _upload(spec: CheckpointJobSpec, files: dict[str, Path], report: Report) -> 
 
 def list_adapter(directory: Path) -> dict[str, Path]:
     """The files of an adapter that others read, by name. Raises UserError if its unembedding has another name."""
-    from tinsmith.exchange.adapters import TINKER_HEAD, TRAINING_FILES, WEIGHTS_FILE, read_header
-
-    if any(TINKER_HEAD in key for key in read_header(directory / WEIGHTS_FILE)):
+    if any(UNEMBED_TOKENS in key for key in read_header(directory / WEIGHTS_FILE)):
         raise UserError(
             "this export names the unembedding as tinker-cookbook does, which PEFT does not read; upload the "
             "checkpoint that it was exported from, or the merged model"

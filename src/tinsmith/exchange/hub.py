@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import IO
 
 from tinsmith.errors import NotFoundError
-from tinsmith.exchange.adapters import TRAINING_FILES
 from tinsmith.storage.directories import Directories
 from tinsmith.store.checkpoints import KINDS, CheckpointRef
 from tinsmith.types import ModelShape
+from tinsmith.wire.adapter_files import TRAINING_FILES
 
 REVISION = "main"
 TEMPLATES = "additional_chat_templates"
@@ -40,7 +40,6 @@ FULL_HASH_BYTES = 64 << 20
 SAMPLES, SAMPLE_BYTES = 64, 64 << 10
 
 _REPOSITORY = re.compile(rf"([^/:]+)/([0-9]{{1,10}})\.({'|'.join(KINDS)})\.([^/]+)")
-_RUN = re.compile(r"([^/:]+):train:([0-9]+)")
 
 
 class MissingError(NotFoundError):
@@ -101,12 +100,6 @@ class Repository:
         if name not in self.files:
             raise MissingEntryError(f"{self.repo_id!r} has no file {name[:200]!a}", self.commit)
         return self.files[name]
-
-
-def repository_of(ref: CheckpointRef) -> str | None:
-    """The id of a checkpoint's repository; None if its run's id has another form."""
-    match = _RUN.fullmatch(ref.training_run_id)
-    return f"{match[1]}/{match[2]}.{ref.kind}.{ref.name}" if match else None
 
 
 def checkpoint_of(repo_id: str) -> CheckpointRef | None:

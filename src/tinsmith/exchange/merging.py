@@ -24,10 +24,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tinsmith.errors import UserError
-from tinsmith.exchange import adapters
-from tinsmith.exchange.adapters import CONFIG_FILE, WEIGHTS_FILE, AdapterInfo
 from tinsmith.storage.directories import atomic_directory
 from tinsmith.types import LORA_ALPHA
+from tinsmith.wire.adapter_files import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    AdapterInfo,
+    encode_config,
+    group_of,
+    matrix_keys,
+    read_adapter,
+    read_header,
+)
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -126,7 +134,7 @@ class MergePlan:
 
 def plan_merge(base: Path, adapter: Path, dtype: str = "auto") -> MergePlan:
     """Check that an adapter fits its base. `dtype` auto keeps the base's. Raises UserError."""
-    info = adapters.read(adapter)
+    info = read_adapter(adapter)
     config = _base_config(base)
     base_tensors = _list_tensors(base)
     base_dtype = _majority_dtype(base_tensors.values())
@@ -175,7 +183,7 @@ def rewrite(adapter: Path, output: Path, base: Callable[[], Path]) -> AdapterInf
     """Write an adapter in the format that engines load: float32, one rank, our alpha. Its logits stay equal up to
     float32 rounding. `base` finds the base model, which is needed if the adapter holds copies of its weights.
     """
-    info = adapters.read(adapter)
+    info = read_adapter(adapter)
     if info.copies:
         _compare_copies(info, adapter / WEIGHTS_FILE, _list_tensors(base()))
     generator = torch.Generator().manual_seed(SEED)
@@ -194,12 +202,12 @@ def rewrite(adapter: Path, output: Path, base: Callable[[], Path]) -> AdapterInf
                     torch.rand(missing, linear.in_features, generator=generator, dtype=torch.float64) * 2 - 1
                 ) * bound
                 a_rI, b_Or = torch.cat([a_rI, new_mI]), torch.cat([b_Or, b_Or.new_zeros(len(b_Or), missing)], 1)
-            tensors[f"{adapters.PREFIX}{name}.lora_A.weight"] = a_rI.float().contiguous()
-            tensors[f"{adapters.PREFIX}{name}.lora_B.weight"] = b_Or.float().contiguous()
+            for key, matrix in zip(matrix_keys(name), (a_rI, b_Or), strict=True):
+                tensors[key] = matrix.float().contiguous()
     with atomic_directory(output) as hidden:
         save_file(tensors, hidden / WEIGHTS_FILE, metadata={"format": "pt"})
-        (hidden / CONFIG_FILE).write_text(json.dumps(info.config(), indent=2, sort_keys=True) + "\n")
-    return adapters.read(output, plain=True)
+        (hidden / CONFIG_FILE).write_text(encode_config(info.base_name, info.rank, LORA_ALPHA, sorted(info.linears)))
+    return read_adapter(output, plain=True)
 
 
 def _compare_copies(info: AdapterInfo, weights: Path, base_tensors: Mapping[str, BaseTensor]) -> None:
@@ -237,9 +245,7 @@ def _list_tensors(base: Path) -> dict[str, BaseTensor]:
     else:
         raise UserError(f"{base} has neither {SINGLE_FILE} nor {INDEX_FILE}; no other format is read")
     base_tensors = {
-        key: BaseTensor(file, key, dtype, shape)
-        for file in files
-        for key, (dtype, shape) in adapters.read_header(file).items()
+        key: BaseTensor(file, key, dtype, shape) for file in files for key, (dtype, shape) in read_header(file).items()
     }
     for name, tensor in base_tensors.items():
         if tensor.dtype not in DTYPE_BYTES:
@@ -274,7 +280,7 @@ def _plan(
     sources = dict(base_tensors)
     for name, linear in info.linears.items():
         source = base_tensors.get(f"{name}.weight")
-        if source is None and adapters.group_of(name) == "unembed":
+        if source is None and group_of(name) == "unembed":
             source = sources[f"{name}.weight"] = _embedding(base_tensors, name)
         sizes = (linear.out_features, linear.in_features)
         if source is None:

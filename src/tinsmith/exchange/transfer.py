@@ -2,7 +2,7 @@
 
 A download is complete or absent, and no archive member is written outside its directory. An archive is a tar, with gzip
 if it is a file; members whose names begin with a dot are skipped. The key is sent only to the server, not to the
-addresses that its links name. Knows HTTP and files; `adapters` knows their contents.
+addresses that its links name. Knows HTTP and files; `wire.adapter_files` knows their contents.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ import httpx
 from tqdm.utils import CallbackIOWrapper
 
 from tinsmith.errors import TinsmithError, UserError, refusal
-from tinsmith.exchange import adapters
 from tinsmith.storage.directories import atomic_directory
 from tinsmith.storage.stores import fsync, read_chunks
+from tinsmith.wire.adapter_files import UPLOAD_FILES
 
 TIMEOUT_S = 60.0
 UPLOAD_TIMEOUT_S = 3600.0
 """How long a server may take to check and store an upload."""
 
-PARTS = (adapters.CONFIG_FILE, adapters.WEIGHTS_FILE, adapters.OPTIMIZER_FILE)
 CHUNK_BYTES = 1 << 20
 
 ARCHIVES = (".tar.gz", ".tgz", ".tar")
@@ -82,7 +81,7 @@ class TinkerServer:
 
     def push(self, directory: Path, fields: Mapping[str, str], progress: Progress) -> dict[str, Any]:
         """Upload an adapter as a training checkpoint; returns the response. Raises UserError."""
-        present = [directory / name for name in PARTS if (directory / name).is_file()]
+        present = [directory / name for name in UPLOAD_FILES if (directory / name).is_file()]
         total = sum(path.stat().st_size for path in present)
         # A retried request carries the same key, so it creates only one checkpoint.
         headers = {"X-Idempotency-Key": uuid.uuid4().hex}

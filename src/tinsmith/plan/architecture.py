@@ -197,7 +197,7 @@ class Architecture:
     def has_experts(self) -> bool:
         return any(linear.copies > 1 for linear in self.linears)
 
-    def layer_parameters(self, *, with_experts: bool = True) -> int:
+    def layer_parameters(self, *, with_experts: bool) -> int:
         """Parameters of the largest layer, which sharding over data ranks gathers while it is computed."""
         per_layer: dict[int, int] = {}
         for linear in self.linears:
@@ -284,7 +284,7 @@ def _read(text: str) -> Architecture:
         mixer_activations=sum(count_saved_activations(module) for module in mixers),
         is_whole=any(is_whole(module) for module in mixers),
         layer_sizes=tuple(map(count_parameters, layers)),
-        expert_sizes=tuple(sum(map(count_parameters, filter(_is_experts, layer.modules()))) for layer in layers),
+        expert_sizes=tuple(sum(map(count_parameters, filter(is_experts, layer.modules()))) for layer in layers),
         indivisible_reason=find_indivisible_reason(config),
     )
 
@@ -309,7 +309,7 @@ def mark_experts(model: PreTrainedModel) -> None:
 def _is_unmarked_experts(module: nn.Module) -> bool:
     """Whether a module computes all rows by each of its experts, and says nothing of the form of its weights."""
     outer, down = (module._parameters.get(name) for name in ("gate_up_proj", "down_proj"))
-    if outer is None or down is None or outer.dim() != 3 or down.dim() != 3 or _is_experts(module):
+    if outer is None or down is None or outer.dim() != 3 or down.dim() != 3 or is_experts(module):
         return False
     experts, inner, hidden = down.shape
     return outer.shape == (experts, hidden, 2 * inner) and len(inspect.signature(module.forward).parameters) == 1
@@ -328,7 +328,7 @@ def count_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _is_experts(module: nn.Module) -> bool:
+def is_experts(module: nn.Module) -> bool:
     """Whether it is a layer's routed experts, fused as transformers writes them."""
     return hasattr(module, "is_concatenated")
 
@@ -438,7 +438,7 @@ def _linears(decoder: nn.Module, config: PreTrainedConfig) -> Iterator[Linear]:
                 counts[last, cast(int, module.in_features), outputs, 1] += 1
         elif type(module) is nn.Linear and UNADAPTED_LINEARS.isdisjoint(path.split(".")):
             counts[pattern, module.in_features, module.out_features, 1] += 1
-        elif _is_experts(module):
+        elif is_experts(module):
             experts, *sizes = cast("nn.Parameter", module.down_proj).shape
             inner, hidden = sizes if module.is_transposed else reversed(sizes)
             outer = ("w1", "w3") if module.has_gate else ("w1",)

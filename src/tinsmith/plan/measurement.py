@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tinsmith.plan.memory import DTYPE_BYTES
+from tinsmith.runtime.devices import has_packed_matmuls
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +39,7 @@ def measure_matmul(dtype: str, hidden: int, num_weights: int, device: str = "cpu
     count = max(1, min(MAX_WEIGHTS, num_weights // side**2))
     weights = [torch.randn(side, side, device=device).to(torch_dtype) for _ in range(count)]
     product: Callable[..., torch.Tensor] = torch.nn.functional.linear
-    if not cuda and _has_onednn(dtype):
+    if not cuda and has_packed_matmuls(dtype):
         weights = [torch.ops.mkldnn._reorder_linear_weight(weight, None) for weight in weights]
         product = lambda x, weight: torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")  # noqa: E731
 
@@ -74,15 +75,6 @@ def measure_busy_share() -> float:
 def _read_cpu_times() -> list[int]:
     """The first eight counters; those after them are parts of the first two."""
     return [int(count) for count in CPU_TIMES.read_text().split("\n", 1)[0].split()[1:9]]
-
-
-def _has_onednn(dtype: str) -> bool:
-    """Whether oneDNN has packed matmuls of this dtype on this processor; bfloat16 needs AVX-512."""
-    import torch
-
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        return False
-    return dtype != "bfloat16" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def synchronize(device: str) -> None:

@@ -206,9 +206,8 @@ def _context(model: Architecture, workload: Workload, degrees: Degrees, share: S
         # Of two ranks, one sends states and the other their gradients.
         states = 4 * model.state_elements * share.micro_batches * (1 + share.recompute + (ranks > 2)) / degrees.pipeline
     exchanged /= degrees.pipeline
-    return (
-        states + all_gather_bytes(exchanged, ranks) + all_reduce_bytes(4 * share.rows * ranks, ranks)
-    )  # the last: logprobs
+    logprobs = all_reduce_bytes(4 * share.rows * ranks, ranks)
+    return states + all_gather_bytes(exchanged, ranks) + logprobs
 
 
 def _experts(model: Architecture, workload: Workload, degrees: Degrees, share: StepShare) -> float:

@@ -10,6 +10,7 @@ import re
 import sys
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,6 +41,9 @@ TRANSFORMERS = VersionRange("transformers", "5.22", "5.24")
 """Some families need a later one (docs/models.md); an older one refuses them."""
 
 TESTED = (TORCH, TRANSFORMERS)
+
+MIXER_LIBRARIES = ("fla", "mamba_ssm", "causal_conv1d")
+"""Libraries that transformers uses for layers with a state, if installed."""
 
 INSTALL_ENGINE = "pip install 'tinsmith[engine]'"
 """The command that installs them."""
@@ -74,6 +78,11 @@ def list_missing_packages() -> list[str]:
     """The packages of the extra `engine` that are not installed."""
     installed = {release.tested.package for release in list_installed_versions()}
     return [package_range.package for package_range in TESTED if package_range.package not in installed]
+
+
+def list_mixer_libraries() -> list[str]:
+    """The installed ones of MIXER_LIBRARIES."""
+    return [name for name in MIXER_LIBRARIES if find_spec(name)]
 
 
 def find_cuda_obstacle() -> str:

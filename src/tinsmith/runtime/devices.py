@@ -146,6 +146,16 @@ def runs_triton(device: torch.device) -> bool:
     return kind_of(device).has_kernels and find_spec("triton") is not None
 
 
+@cache
+def has_packed_matmuls(dtype: str = "float32") -> bool:
+    """Whether oneDNN has packed matmuls of this dtype on this processor; bfloat16 needs AVX-512."""
+    import torch
+
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
+    return dtype != "bfloat16" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 def runs_kernels(x: torch.Tensor) -> bool:
     """Whether the tensor's device has kernels (`DeviceKind.has_kernels`). Called in every product of a step."""
     return x.is_cuda

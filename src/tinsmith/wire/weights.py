@@ -14,6 +14,7 @@ from pydantic.json_schema import SkipJsonSchema
 
 from tinsmith.errors import NotSupportedError, UserError
 from tinsmith.types import LORA_ALPHA, OPTIMIZERS, LoraSpec
+from tinsmith.wire.adapter_files import MAX_ALPHA, MAX_RANK
 from tinsmith.wire.fields import (
     MAX_TEXT,
     ClosedBody,
@@ -38,8 +39,7 @@ TOKEN = "weights_access_token"
 GRANTED_BY = "granted_by"
 """The server writes this field into a stored body in place of TOKEN, and ignores a client's value."""
 
-MIN_RANK, MAX_RANK = 1, 256
-MAX_ALPHA = 1e30  # weights are float32
+MIN_RANK = 1
 MAX_DEGREE = 4096  # of parallelism
 MIN_TTL_S, MAX_TTL_S = 3600, 10 * 365 * 86400
 

@@ -22,8 +22,8 @@ from tinsmith.api.routes.checkpoints import already_exists
 from tinsmith.api.routes.sessions import ProjectId
 from tinsmith.api.routes.uploads import UploadRequest, store_adapter
 from tinsmith.errors import GoneError, NotFoundError, TooLargeError, UserError
-from tinsmith.exchange.adapters import CONFIG_FILE, WEIGHTS_FILE
 from tinsmith.storage.stores import read_chunks
+from tinsmith.wire.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from tinsmith.wire.bodies import check_length
 from tinsmith.wire.fields import Body, ClosedBody, Text, iso
 from tinsmith.wire.weights import LoraConfigBody

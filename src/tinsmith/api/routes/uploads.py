@@ -30,14 +30,21 @@ from tinsmith.api.routes.checkpoints import already_exists, idempotent_session
 from tinsmith.api.routes.sessions import ProjectId
 from tinsmith.auth.quotas import Reservation
 from tinsmith.errors import RequestError, TooLargeError, UnsupportedMediaError, UserError
-from tinsmith.exchange import adapters
-from tinsmith.exchange.adapters import AdapterInfo
 from tinsmith.storage.stores import CHUNK_BYTES
 from tinsmith.store.audit import entry
 from tinsmith.store.checkpoints import Checkpoint, CheckpointRef, NewCheckpoint, check_name
 from tinsmith.store.models import copy_insertion
 from tinsmith.store.usage import usage_increments
 from tinsmith.types import LORA_ALPHA, LoraSpec, ModelShape
+from tinsmith.wire.adapter_files import (
+    CONFIG_FILE,
+    UPLOAD_FILES,
+    WEIGHTS_FILE,
+    AdapterInfo,
+    check_fits,
+    optimizer_type,
+    read_adapter,
+)
 from tinsmith.wire.bodies import JSON_TYPE, check_length, read_media_type
 from tinsmith.wire.fields import (
     MAX_METADATA_BYTES,
@@ -102,7 +109,6 @@ async def read_form(
         raise RequestError("file", f"the body is not a readable form: {error.message}") from None
 
 
-PARTS = (adapters.CONFIG_FILE, adapters.WEIGHTS_FILE, adapters.OPTIMIZER_FILE)
 UPLOAD_IDS = uuid.UUID("0d2c0a1c-54a1-5b8f-8f0e-9a4d4b6f7e20")  # the namespace of the ids of uploads
 
 
@@ -122,8 +128,8 @@ _FILE: Schema = {"type": "string", "format": "binary"}
 _TEXTS = cast("dict[str, Schema]", json_schemas(UploadRequest)["UploadRequest"]["properties"])
 FORM: Schema = {
     "type": "object",
-    "required": [adapters.CONFIG_FILE, adapters.WEIGHTS_FILE, "base_model", "name"],
-    "properties": {**dict.fromkeys(PARTS, _FILE), **_TEXTS, "user_metadata": TEXT},
+    "required": [CONFIG_FILE, WEIGHTS_FILE, "base_model", "name"],
+    "properties": {**dict.fromkeys(UPLOAD_FILES, _FILE), **_TEXTS, "user_metadata": TEXT},
 }
 
 
@@ -141,7 +147,7 @@ async def upload(call: Call) -> Response:
     services, request = call.services, call.request
     limit_bytes = services.settings.max_upload_bytes
     with await run(services.quotas.reserve_checkpoint, call.tenant_id) as reservation:
-        limits = {"max_files": len(PARTS), "max_field_bytes": MAX_METADATA_BYTES}
+        limits = {"max_files": len(UPLOAD_FILES), "max_field_bytes": MAX_METADATA_BYTES}
         form = await read_form(request, limit_bytes, _too_large, **limits, reservation=reservation)
         try:
             stored = await run(_store_form, call, form, reservation, on=services.threads.transfers)
@@ -203,7 +209,7 @@ def _write_adapter(
         for name, opener in files.items():
             with (directory / name).open("xb") as target, opener() as source:
                 shutil.copyfileobj(source, target, CHUNK_BYTES)
-        adapter = adapters.read(directory, plain=True)
+        adapter = read_adapter(directory, plain=True)
         if (
             lora_config is not None
             and (requested_spec := replace(lora_config.spec(adapter.alpha), seed=None)) != adapter.spec
@@ -211,8 +217,8 @@ def _write_adapter(
             raise UserError(
                 f"lora_config is {_describe_lora(requested_spec)}, but the files hold {_describe_lora(adapter.spec)}"
             )
-        adapters.check_fits(adapter, Path(shape.path))
-        adapters_read.append((adapter, adapters.optimizer_type(directory)))
+        check_fits(adapter, Path(shape.path))
+        adapters_read.append((adapter, optimizer_type(directory)))
 
     directory, size_bytes = call.services.checkpoints.files.write(fill)
     return directory, size_bytes, *adapters_read[0]
@@ -226,7 +232,7 @@ def _describe_lora(spec: LoraSpec) -> str:
 
 def _read(form: FormData) -> tuple[UploadRequest, Mapping[str, UploadFile]]:
     """Return the fields and files of the form. Raises UserError, which names the missing, unknown or wrong part."""
-    names = {*PARTS, *UploadRequest.model_fields}
+    names = {*UPLOAD_FILES, *UploadRequest.model_fields}
     if unknown := sorted(set(form) - names):
         raise UserError(f"the form has an unknown field {show(unknown[0])}; use {', '.join(sorted(names))}")
     texts: dict[str, object] = {}
@@ -234,15 +240,17 @@ def _read(form: FormData) -> tuple[UploadRequest, Mapping[str, UploadFile]]:
     for name, value in form.multi_items():
         if name in texts or name in files:
             raise UserError(f"the form has {name} twice")
-        if isinstance(value, UploadFile) != (name in PARTS):
-            raise UserError(f"{name} must be a {'file' if name in PARTS else 'text'} part of the form")
+        if isinstance(value, UploadFile) != (name in UPLOAD_FILES):
+            raise UserError(f"{name} must be a {'file' if name in UPLOAD_FILES else 'text'} part of the form")
         if isinstance(value, UploadFile):
             files[name] = value
         else:
             texts[name] = value
-    for name in PARTS[:2]:
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
         if name not in files:
-            raise UserError(f"the form has no file {name!r}; an adapter in PEFT's format has {PARTS[0]} and {PARTS[1]}")
+            raise UserError(
+                f"the form has no file {name!r}; an adapter in PEFT's format has {CONFIG_FILE} and {WEIGHTS_FILE}"
+            )
     if (seconds := texts.get("ttl_seconds")) is not None:
         if not (isinstance(seconds, str) and seconds.isascii() and seconds.isdigit() and len(seconds) < 12):
             raise UserError(f"ttl_seconds is {show(seconds)}; it must be a number of seconds")

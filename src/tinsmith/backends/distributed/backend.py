@@ -231,9 +231,9 @@ class ShardedBackend:
         answers = self._call("optim_step", list(steps))
         return cast("list[dict[str, float] | UserError]", answers[0])
 
-    def capture(self, model_id: str, *, optimizer: bool, gradient: bool = False) -> Capture:
-        self._call("collect_model", model_id, gradient)
-        return self.local.capture(model_id, optimizer=optimizer, gradient=gradient)
+    def capture(self, model_id: str) -> Capture:
+        self._call("collect_model", model_id, True)
+        return self.local.capture(model_id)
 
     def capture_version(self, version_id: str) -> Capture:
         if self._degrees.experts > 1:
@@ -260,9 +260,6 @@ class ShardedBackend:
     def load_version(self, version_id: str, directory: Path) -> None:
         with self._group.mirror_directory(directory):
             self._call("load_version", version_id, str(directory))
-
-    def save_version(self, version_id: str, directory: Path) -> None:
-        self.capture_version(version_id).write(directory)
 
     def has_version(self, version_id: str) -> bool:
         return self.local.has_version(version_id)

@@ -191,9 +191,8 @@ class Ranks:
         count = self.degrees.groups * self.degrees.pipeline
         shard_size = len(x) // count
         gathered = x.new_empty(shard_size * count)
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
         with self._convert_errors("a gathering"):
-            gather(gathered, x[:shard_size], group=self._replicas)
+            dist.all_gather_single(gathered, x[:shard_size], group=self._replicas)
         return gathered
 
     def broadcast_tensor(self, x: torch.Tensor) -> torch.Tensor:

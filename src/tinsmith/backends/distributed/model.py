@@ -68,7 +68,7 @@ from tinsmith.backends.torch.attention import AttentionPlan, AttentionProbe, Pac
 from tinsmith.backends.torch.batch import Example, MicroBatch
 from tinsmith.backends.torch.host import upload
 from tinsmith.backends.torch.lora import MultiLoRALinear
-from tinsmith.backends.torch.lora_batch import LoRABatch, Segment
+from tinsmith.backends.torch.lora_batch import LoRABatch
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.servable import raise_settings_errors
 from tinsmith.backends.torch.transformer import Decoder
@@ -192,7 +192,7 @@ class ShardedBase(BaseModel):
         """[1, D] of one token of the base model, in place of rows."""
         token_T = torch.zeros(1, dtype=torch.int64, device=self.device)
         with torch.set_grad_enabled(train):
-            return self.hidden(token_T, token_T, PackedCausal([1], self.device), LoRABatch.of([None], [1]))
+            return self.hidden(token_T, token_T, PackedCausal([1], self.device), LoRABatch.of_base(1))
 
     def adapter(self, spec: LoraSpec, layout: Layout, flat_P: Tensor) -> Adapter:
         if self.sharding is None:
@@ -270,9 +270,7 @@ class ShardedBase(BaseModel):
         name, config = type(self.model).__name__, self.model.config.get_text_config()
         check_stages(name, config, ranks.degrees.pipeline)
         token_T = torch.zeros(2, dtype=torch.int64)
-        probe = partial(
-            self.forward_modules, token_T, torch.arange(2), AttentionProbe(), LoRABatch([Segment(0, 2, None)])
-        )
+        probe = partial(self.forward_modules, token_T, torch.arange(2), AttentionProbe(), LoRABatch.of_base(2))
         layers, embeddings = find_layers(self._decoder, name), self.model.get_input_embeddings()
         boundaries = record_boundaries(layers, probe, 2, name)
         embedding_elements = cast(Tensor, embeddings.weight).numel()
@@ -294,7 +292,7 @@ class ShardedBase(BaseModel):
         """Run each stage without the others, which would wait for a stage that fails between messages."""
         token_T, local_problem = torch.zeros(1, dtype=torch.int64, device=self.device), None
         try:
-            self.hidden(token_T, token_T, AttentionProbe(), LoRABatch([Segment(0, 1, None)]))
+            self.hidden(token_T, token_T, AttentionProbe(), LoRABatch.of_base(1))
         except Exception as error:  # noqa: BLE001  raised below, on all ranks
             local_problem = f"{type(error).__name__}: {error}"
         if problem := next((problem for problem in ranks.gather(local_problem) if problem is not None), None):
@@ -465,7 +463,5 @@ def _clear_forward_order(sharded: Sequence[FSDPModule]) -> None:
     for module in sharded:
         state = module._get_fsdp_state()
         state._comm_ctx.post_forward_order.clear()
-        # A torch before 2.12 has one group for each module.
-        for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
-            if group is not None:
-                group._post_forward_indices.clear()
+        for group in state._fsdp_param_groups:
+            group._post_forward_indices.clear()

@@ -184,7 +184,7 @@ class RankBackend(TorchBackend):
         self._placement.collect(layout, parts, cut, buffers)
         return buffers
 
-    def _copy_model(self, model_id: str, *, gradient: bool) -> TrainedModel:
+    def _copy_model(self, model_id: str) -> TrainedModel:
         return self._whole_model(model_id)
 
     def _whole_model(self, model_id: str) -> TrainedModel:

@@ -36,7 +36,7 @@ from tinsmith.backends.torch.adapters import ALIGN, Adapter, TrainedModel
 from tinsmith.backends.torch.attention import ATTENTION_NAME, PackedCausal
 from tinsmith.backends.torch.batch import Example, MicroBatch
 from tinsmith.backends.torch.checkpoint import read_tensors, write_tensors
-from tinsmith.backends.torch.lora_batch import AdapterGroup, LoRABatch, Segment
+from tinsmith.backends.torch.lora_batch import AdapterGroup, LoRABatch
 from tinsmith.backends.torch.loss import Head, LossSpec
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.packing import pack
@@ -178,7 +178,7 @@ class FullBase(BaseModel):
         positions_T = torch.arange(9, device=self.device)
         with self.training(self.layout.views(buffers[0])), torch.enable_grad():
             plan = PackedCausal([9], self.device)
-            hidden_TD = self.hidden(tokens_T, positions_T, plan, LoRABatch([Segment(0, 9, None)]))
+            hidden_TD = self.hidden(tokens_T, positions_T, plan, LoRABatch.of_base(9))
             grad_TD = torch.cos(torch.arange(hidden_TD.numel(), device=self.device)).view_as(hidden_TD)
             hidden_TD.backward(grad_TD)
         self.model.set_attn_implementation("eager")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
@@ -67,27 +66,6 @@ class LinearPart(NamedTuple):
     num_parts: int
     num_rows: int
     """Rows of the whole linear; the parts may cover fewer."""
-
-
-WRAPPED, PLAIN = "model.language_model.", "model."
-"""Prefixes of a text model's module paths: inside a multimodal wrapper, and standalone."""
-
-TEXT_KEYS = {r"^language_model\.": "", rf"^{re.escape(WRAPPED)}": PLAIN}
-"""Maps weight names in files of a wrapper, including older ones, to those of its text model."""
-
-
-def text_name(path: str) -> str:
-    """A module's path in the standalone text model, which is Tinker's name for it (tinker_cookbook.weights)."""
-    return PLAIN + path.removeprefix(WRAPPED) if path.startswith(WRAPPED) else path
-
-
-def wrapper_name(name: str) -> str:
-    """A module's path in a model with a wrapper, from that in the standalone text model."""
-    return WRAPPED + name.removeprefix(PLAIN) if name.startswith(PLAIN) else name
-
-
-UNEMBED_TOKENS, EMBED_TOKENS = "model.unembed_tokens", "model.embed_tokens"
-"""Tinker's name for the unembedding, and the embedding into which tinker_cookbook.weights merges it in a tied model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,17 +161,14 @@ class TensorCopies:
 
     def __init__(self, device: torch.device, tensors: Iterable[Tensor]) -> None:
         """Copies into host memory are pinned where the tensors are on a GPU."""
-        distinct_tensors = list(
-            {id(tensor): tensor for tensor in tensors}.values()
-        )  # a published version shares its model's
-        copies = (
-            host_copies(distinct_tensors)
-            if kind_of(device).is_host
-            else [tensor.to(device, non_blocking=kind_of(device).pins_memory) for tensor in distinct_tensors]
-        )
-        self._copies = {
-            id(tensor): (tensor, tensor_copy) for tensor, tensor_copy in zip(distinct_tensors, copies, strict=True)
-        }
+        # A published version shares its model's tensors.
+        originals = list({id(tensor): tensor for tensor in tensors}.values())
+        kind = kind_of(device)
+        if kind.is_host:
+            copies = host_copies(originals)
+        else:
+            copies = [tensor.to(device, non_blocking=kind.pins_memory) for tensor in originals]
+        self._copies = {id(tensor): (tensor, copied) for tensor, copied in zip(originals, copies, strict=True)}
 
     def of(self, tensor: Tensor) -> Tensor:
         return self._copies.get(id(tensor), (tensor, tensor))[1]
@@ -363,11 +338,11 @@ class TrainedModel:
     def _zeros(self) -> Tensor:
         return self.adapter.flat_P.new_zeros(self.num_stepped)
 
-    def copy(self, *, gradient: bool) -> TrainedModel:
-        """A copy that shares nothing; includes the gradient only on request."""
+    def copy(self) -> TrainedModel:
+        """A copy that shares nothing."""
         return TrainedModel(
             self.adapter.snapshot(),
-            self.gradient_P.clone() if gradient and self.gradient_P is not None else None,
+            None if self.gradient_P is None else self.gradient_P.clone(),
             None if self.moments is None else tuple(state.clone() for state in self.moments),
             self.step.clone(),
             self.optimizer_type,

@@ -270,18 +270,19 @@ class PackedCausal:
         length = group.length
         if window is not None and length <= window.size:
             window = None
-        if group.visible_nL is not None:
-            if (group.starts, window) not in self._masks:
-                cell_1L = torch.arange(length, device=q_THD.device)[None]
-                self._masks[group.starts, window] = visibility_mask(
-                    cell_1L, length, window, q_THD.dtype, group.visible_nL
-                )
-            return self._masks[group.starts, window]
-        if window is None:
+        visible_nL = group.visible_nL
+        if window is None and visible_nL is None:
             return None
-        if (length, window) not in self._masks:
-            self._masks[length, window] = causal_mask(length, window, q_THD)
-        return self._masks[length, window]
+        key = length if visible_nL is None else group.starts, window
+        if key not in self._masks:
+            self._masks[key] = (
+                causal_mask(length, window, q_THD)
+                if visible_nL is None
+                else visibility_mask(
+                    torch.arange(length, device=q_THD.device)[None], length, window, q_THD.dtype, visible_nL
+                )
+            )
+        return self._masks[key]
 
 
 class _Group(NamedTuple):
@@ -307,7 +308,7 @@ def group_by_length(indices: Iterable[int], lengths: Sequence[int], *, pads: boo
 
 
 def _group_sequences(
-    lengths: Sequence[int], device: torch.device, visible_counts: Sequence[I64 | None] = ()
+    lengths: Sequence[int], device: torch.device, visible_counts: Sequence[I64 | None]
 ) -> tuple[list[_Group], I64, I64]:
     """The groups, the source row of each of their cells, and the cell of each row."""
     starts = [0, *accumulate(lengths)]
@@ -379,11 +380,16 @@ def visibility_mask(
     return mask_nLK.masked_fill_(hidden_nLK, float("-inf"))[:, None]
 
 
+def has_plain_scores(options: AttentionOptions) -> bool:
+    """Whether scores are neither capped nor joined by sinks."""
+    return options.get("softcap") is None and options.get("sinks_H") is None
+
+
 def prefill(
     q_nHLD: Tensor, k_nGKD: Tensor, v_nGKD: Tensor, mask: Tensor | None, **options: Unpack[AttentionOptions]
 ) -> Tensor:
     """[n, H, L, D]. The mask, [.., L, K], is added to the scores and includes windows; None: causal, L = K."""
-    if options.get("softcap") is not None or options.get("sinks_H") is not None:
+    if not has_plain_scores(options):
         if mask is None and _suits_sinks(q_nHLD, k_nGKD, v_nGKD, **options):
             return _attend_with_sinks(q_nHLD, k_nGKD, v_nGKD, **options)
         return reference_attention(q_nHLD, k_nGKD, v_nGKD, mask, **options)
@@ -455,8 +461,7 @@ def _takes_cudnn(q_nHLD: Tensor, k_nGLD: Tensor, v_nGLD: Tensor, **options: Unpa
         return False
     if (rows := q_nHLD.shape[2] + 1) < CUDNN_MIN_ROWS or rows % CUDNN_MULTIPLE > 1:
         return False
-    is_plain = options.get("softcap") is None and options.get("sinks_H") is None
-    return is_plain and suits_cudnn(q_nHLD.dtype, k_nGLD.shape[-1], v_nGLD.shape[-1])
+    return has_plain_scores(options) and suits_cudnn(q_nHLD.dtype, k_nGLD.shape[-1], v_nGLD.shape[-1])
 
 
 def _cudnn_attention(q_nHLD: Tensor, k_nGLD: Tensor, v_nGLD: Tensor, scale: float) -> Tensor:
@@ -546,7 +551,7 @@ def _block_mask(size: int, like: Tensor) -> Tensor:
 
 def decode(q_nHD: Tensor, k_nGKD: Tensor, v_nGKD: Tensor, mask: Tensor, **options: Unpack[AttentionOptions]) -> Tensor:
     """[n, H, D]: one row per sequence."""
-    if options.get("softcap") is not None or options.get("sinks_H") is not None:
+    if not has_plain_scores(options):
         return reference_attention(q_nHD[:, :, None], k_nGKD, v_nGKD, mask, **options)[:, :, 0]
     # Query heads of one key head act as rows: keys are read once for all of them, and never repeated.
     q_nGRD = q_nHD.unflatten(1, (k_nGKD.shape[1], -1))
@@ -617,9 +622,8 @@ def scale_queries(decoder: nn.Module) -> None:
         attention: Any = getattr(layer, "self_attn", None)
         if getattr(attention, "attn_temperature_tuning", False) and not attention.use_rope:
             scale = _QueryScale(attention)
-            layer.forward = partial(
-                scale.record_positions, layer.forward
-            )  # no hook: it runs again when activations are recomputed
+            # No hook: it would run again when activations are recomputed.
+            layer.forward = partial(scale.record_positions, layer.forward)
             attention.register_forward_pre_hook(scale.choose_scaling, with_kwargs=True)
             attention.q_proj.register_forward_hook(scale.apply)
 

@@ -162,7 +162,7 @@ def attend_with_sinks(
     v_nLGD: Tensor,
     sinks_H: Tensor,
     scale: float,
-    before: tuple[Tensor, Tensor] | None = None,
+    before: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     """[n, L, H, D]: causal attention whose softmax has one more logit for each head. `before`: the keys and values
     [n, L, G, D] of the L rows before, of which a row sees the last L - 1 - i if it is row i, so that each sees L rows.

@@ -11,7 +11,6 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,7 +40,6 @@ from tinsmith.backends.torch.memory import (
 )
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.profiling import StepTraces, stage
-from tinsmith.backends.torch.servable import MIXER_LIBRARIES
 from tinsmith.backends.torch.trainer import TREE_TOKENS, DeterministicTrainer, Trainer
 from tinsmith.backends.torch.trial import try_device
 from tinsmith.backends.torch.vision import Vision
@@ -54,9 +52,11 @@ from tinsmith.plan.memory import (
     chunk_rows,
     training_bytes,
 )
+from tinsmith.plan.versions import list_mixer_libraries
 from tinsmith.runtime.devices import count_unused_bytes, free_bytes, kind_of, read_memory, return_memory
 from tinsmith.runtime.sizes import format_bytes
 from tinsmith.types import LoraSpec, ModelShape, OptimParams, OptimStep, Pass
+from tinsmith.wire.adapter_files import MAX_RANK
 
 if TYPE_CHECKING:
     from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
@@ -64,7 +64,6 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 HOST = torch.device("cpu")
-MAX_RANK = 256
 
 FITTING_TOKENS = (16_384, 8192, 4096)
 """Tokens of a micro-batch with CUDA and fused layers, unless chosen: the first whose activations may be kept. Small
@@ -119,7 +118,6 @@ class TorchBackend:
             max_tokens_per_microbatch = MICRO_BATCH[kind_of(self._base.device).has_kernels]
         max_tokens = positive("max_tokens_per_microbatch", max_tokens_per_microbatch)
         self._module_names = [name for name, _ in self._base.model.named_modules()]
-        self._tied_head = self._base.tied_head
         self._deterministic = deterministic == "on"
         if not isinstance(logits_chunk, int):
             logits_chunk = chunk_rows(self._base.vocab_size, cuda=kind_of(self._base.device).has_kernels)
@@ -147,10 +145,10 @@ class TorchBackend:
 
     def _count_fused(self, *, is_auto: bool) -> None:
         """Count what fused layers keep as the plan does, on one device only: ranks keep other numbers of rows."""
-        base, recompute, step = self._base, self._base.recompute, self._trainer.memory
-        if type(self._trainer) is not Trainer or step is None or not base.has_fused_layers or base.vision is not None:
+        base, recompute = self._base, self._base.recompute
+        if type(self._trainer) is not Trainer or not base.has_fused_layers or base.vision is not None:
             return
-        recompute.activations, recompute.num_layers = step.activations, base.num_fused_layers
+        recompute.activations, recompute.num_layers = self._step_memory.activations, base.num_fused_layers
         if is_auto and kind_of(base.device).has_kernels and not self._memory.is_limited and recompute.mode == "auto":
             largest, *smaller_sizes = FITTING_TOKENS
             self._trainer.use_fitting(
@@ -188,8 +186,8 @@ class TorchBackend:
 
     def _divide_memory(self) -> Division | None:
         """None under a budget, which divides it, and where the KV cache grows."""
-        device, step = self._base.device, self._trainer.memory
-        if not kind_of(device).has_kernels or self._memory.is_limited or step is None:
+        device, step = self._base.device, self._step_memory
+        if not kind_of(device).has_kernels or self._memory.is_limited:
             return None
         free, total = read_memory(device)
         sizes, longest = self._trainer.sizes, self._base.max_context_length
@@ -211,14 +209,14 @@ class TorchBackend:
         if base.experts:
             kernel_by_part["experts"] = ", ".join(sorted({experts.kernel for experts in base.experts}))
         if base.mixers:
-            libraries = [name for name in MIXER_LIBRARIES if find_spec(name)]
-            kernel_by_part["mixers"] = f"transformers with {', '.join(libraries) or 'plain torch'}"
+            kernel_by_part["mixers"] = f"transformers with {', '.join(list_mixer_libraries()) or 'plain torch'}"
         return kernel_by_part
 
     def _open_memory(self, budget_bytes: int, chunk_rows: int) -> MemoryManager:
         """Raises SettingsError if the budget is too small for any work."""
         memory = MemoryManager(budget_bytes)
-        step = self._trainer.memory = StepMemory(self._base, memory, chunk_rows, self._sampler_limits[-1])
+        step = StepMemory(self._base, memory, chunk_rows, self._sampler_limits[-1])
+        self._step_memory = self._trainer.memory = step
         self._base_bytes, self._min_work_bytes = self._base.num_bytes, 0
         memory.register(BASE, lambda: self._base_bytes)
         memory.register(SAMPLING, lambda: step.sampling_bytes)
@@ -385,11 +383,11 @@ class TorchBackend:
 
     @property
     def model_budget_bytes(self) -> int:
-        if not self._memory.is_limited or self._trainer.memory is None:
+        if not self._memory.is_limited:
             return self._model_budget_bytes
         # If a step did not fit, other models are moved out; they return with their next request.
         share_bytes = MODELS_SHARE * (self._memory.budget_bytes - self._base_bytes)
-        return max(1, int(share_bytes) - self._trainer.memory.shortage_bytes)
+        return max(1, int(share_bytes) - self._step_memory.shortage_bytes)
 
     def model_bytes(self, model_id: str) -> int:
         return self._model(model_id).num_bytes
@@ -422,21 +420,21 @@ class TorchBackend:
     def _prepare_step(self, requests: Sequence[tuple[TrainedModel, OptimParams]]) -> optim.PreparedStep:
         return optim.prepare_step(requests)
 
-    def capture(self, model_id: str, *, optimizer: bool, gradient: bool = False) -> Capture:
+    def capture(self, model_id: str) -> Capture:
         with memory_errors(self._base.device):
-            trained = self._copy_model(model_id, gradient=gradient)
-        return Capture(trained.num_bytes, partial(self._write_copy, trained, SideStream(self._home), optimizer))
+            trained = self._copy_model(model_id)
+        return Capture(trained.num_bytes, partial(self._write_copy, trained, SideStream(self._home)))
 
     def capture_version(self, version_id: str) -> Capture:
         adapter = self._whole_version(version_id)  # a version never changes: there is nothing to copy
         return Capture(adapter.flat_P.nbytes, partial(self._write_version, adapter, SideStream(self._home)))
 
-    def _write_copy(self, trained: TrainedModel, stream: SideStream, optimizer: bool, directory: Path) -> None:
+    def _write_copy(self, trained: TrainedModel, stream: SideStream, directory: Path) -> None:
         """Write a private copy of a model, in the thread of the caller."""
         with stream.use():
             if stream.is_apart:
                 trained.move(TensorCopies(HOST, trained.buffers(moments=True)))  # through pinned memory
-            self._write(trained, optimizer, directory, stacked=True)
+            self._write(trained, True, directory, stacked=True)
 
     def _write_version(self, adapter: Adapter, stream: SideStream, directory: Path) -> None:
         with stream.use():
@@ -450,9 +448,9 @@ class TorchBackend:
         trained = trained if optimizer else replace(trained, gradient_P=None)
         self._write(trained, optimizer, directory, stacked=stacked, exported=stacked)
 
-    def _copy_model(self, model_id: str, *, gradient: bool) -> TrainedModel:
+    def _copy_model(self, model_id: str) -> TrainedModel:
         """A copy of the whole model, for a capture."""
-        return self._model(model_id).copy(gradient=gradient)
+        return self._model(model_id).copy()
 
     def _whole_model(self, model_id: str) -> TrainedModel:
         """The whole model, for a checkpoint."""
@@ -520,9 +518,6 @@ class TorchBackend:
             spec, layout, checkpoint.fill_buffer(layout, saved.pairs, self._home)
         )
 
-    def save_version(self, version_id: str, directory: Path) -> None:
-        self.capture_version(version_id).write(directory)
-
     def has_version(self, version_id: str) -> bool:
         return version_id in self._versions
 
@@ -570,7 +565,7 @@ class TorchBackend:
             self._module_names,
             directory,
             stacked=stacked,
-            tied_head=self._tied_head if exported else None,
+            tied_head=self._base.tied_head if exported else None,
         )
 
     def _read_adapter(self, directory: Path) -> checkpoint.AdapterFile:

@@ -18,8 +18,6 @@ Shapes: E experts, r rank, D hidden size, I inner size.
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,29 +25,30 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tinsmith.backends.torch.adapters import (
+from tinsmith.backends.torch.adapters import Adapter, Layout, Pair, Target, TrainedModel
+from tinsmith.errors import UserError
+from tinsmith.types import OPTIMIZERS
+from tinsmith.wire.adapter_files import (
+    CONFIG_FILE,
+    EXPERTS_PATTERN,
+    GRADIENT_FILE,
+    OPTIMIZER_FILE,
     UNEMBED_TOKENS,
+    WEIGHTS_FILE,
     WRAPPED,
-    Adapter,
-    Layout,
-    Pair,
-    Target,
-    TrainedModel,
+    describe_patterns,
+    encode_config,
+    matrix_keys,
+    read_adapter,
+    refuse_invalid,
     text_name,
     wrapper_name,
 )
-from tinsmith.errors import UserError
-from tinsmith.types import OPTIMIZERS
 
 GATE_UP, UP, DOWN = "gate_up_proj", "up_proj", "down_proj"
-RANK_KEY = "experts.gate_up_proj"
-"""The key in PEFT's rank_pattern and alpha_pattern for gate and up as one adapter of twice the rank."""
-
-SETTINGS = ("target_parameters", "rank_pattern", "alpha_pattern")
 
 RESERVED = frozenset({"gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"})
 """Last names of linears that PEFT takes for experts of an older layout: next to experts it wants them as parameters."""
@@ -85,7 +84,7 @@ class _Experts(NamedTuple):
         by_expert, by_output = a_RI.view(num, -1, a_RI.shape[1]), b_OR.view(len(b_OR), -1, num)
         return by_output.permute(2, 1, 0).flatten(0, 1), by_expert.permute(2, 1, 0).flatten(1)
 
-    def check_pair(self, parameter: str, pair: Sequence[Tensor | None] | None, sizes: tuple[Sizes, Sizes]) -> Pair:
+    def check_pair(self, parameter: str, pair: Pair | None, sizes: tuple[Sizes, Sizes]) -> Pair:
         """A and B of one parameter from PEFT's pair. Raises UserError unless they have these sizes."""
         assert self.down.experts is not None
         name = f"{self.path}.{parameter}"
@@ -113,37 +112,18 @@ def list_peft_names(targets: Iterable[Target]) -> set[str]:
     } | _group_parts(targets).keys()
 
 
-def list_supported_settings(config: Mapping[str, object], targets: Iterable[Target]) -> frozenset[str]:
-    """The SETTINGS whose values are those that `adapter_settings` writes for some of these targets."""
-    rank, alpha, ranks = config["r"], config["lora_alpha"], config.get("rank_pattern")
-    if not isinstance(rank, int) or not isinstance(alpha, int | float) or not isinstance(ranks, dict):
-        return frozenset()
-    targets = list(targets)
-    if (RANK_KEY in ranks) != (_has_gates(targets) and bool(config.get("target_parameters"))):
-        return frozenset()
-    multiples = {suffix: times for suffix, times in _rank_multiples(targets).items() if suffix in ranks}
-    patterns = {"rank_pattern": rank, "alpha_pattern": alpha}
-    expected = {
-        name: {suffix: times * plain for suffix, times in multiples.items()} for name, plain in patterns.items()
-    }
-    return frozenset(SETTINGS) if all(config.get(name) == value for name, value in expected.items()) else frozenset()
-
-
 def adapter_settings(targets: Iterable[Target], rank: int, alpha: float) -> dict[str, object]:
     """PEFT's extra settings for an adapter with these targets; empty without experts and parts."""
     targets = list(targets)
     multiples, modules = _rank_multiples(targets), list(_expert_modules(targets))
     if not multiples and not modules:
         return {}
-    patterns: dict[str, object] = {
-        "rank_pattern": {suffix: times * rank for suffix, times in multiples.items()},
-        "alpha_pattern": {suffix: times * alpha for suffix, times in multiples.items()},
-    }
+    settings: dict[str, object] = {**describe_patterns(rank, alpha, multiples)}
     if modules:
         linears = [f"{target.name}.weight" for target in targets if is_parameter(target)]
         parameters = [f"{experts.path}.{name}" for experts in modules for name in (experts.outer_parameter, DOWN)]
-        patterns["target_parameters"] = parameters + linears
-    return patterns
+        settings["target_parameters"] = parameters + linears
+    return settings
 
 
 def peft_linears(targets: Iterable[Target]) -> list[str]:
@@ -162,11 +142,8 @@ def _rank_multiples(targets: Iterable[Target]) -> dict[str, int]:
         for linear_name, parts in _group_parts(targets).items()
         if parts[0].part
     }
-    return times | ({RANK_KEY: 2} if _has_gates(targets) else {})
-
-
-def _has_gates(targets: Iterable[Target]) -> bool:
-    return any(len(experts.outer) == 2 for experts in _expert_modules(targets))
+    has_gates = any(len(experts.outer) == 2 for experts in _expert_modules(targets))
+    return times | ({EXPERTS_PATTERN: 2} if has_gates else {})
 
 
 def _group_parts(targets: Iterable[Target]) -> dict[str, list[Target]]:
@@ -206,11 +183,9 @@ def convert_to_peft(weights: Mapping[str, Pair], targets: Iterable[Target]) -> d
     return out
 
 
-def convert_from_peft(
-    pairs: Mapping[str, Sequence[Tensor | None]], targets: Iterable[Target], rank: int
-) -> dict[str, Sequence[Tensor | None]]:
-    """The adapter in our format; `pairs` may be in PEFT's. A matrix missing from the file is None. Raises UserError if
-    experts do not share the matrices that ours share, or if outputs change that carry no adapter.
+def convert_from_peft(pairs: Mapping[str, Pair], targets: Iterable[Target], rank: int) -> dict[str, Pair]:
+    """The adapter in our format; `pairs` may be in PEFT's. Raises UserError if experts do not share the matrices that
+    ours share, or if outputs change that carry no adapter.
     """
     out = dict(pairs)
     for linear_name, parts in _group_parts(targets).items():
@@ -247,13 +222,11 @@ def convert_from_peft(
     return out
 
 
-def _split_parts(
-    linear_name: str, parts: Sequence[Target], pair: Sequence[Tensor | None], rank: int
-) -> dict[str, Pair]:
+def _split_parts(linear_name: str, parts: Sequence[Target], pair: Pair, rank: int) -> dict[str, Pair]:
     """The adapter of each part, from one of the summed ranks, or of a single rank, whose A the parts then share."""
     assert parts[0].part is not None
     num_rows, inputs, num_parts = parts[0].part.num_rows, parts[0].in_features, len(parts)
-    shares = pair[0] is not None and len(pair[0]) == rank
+    shares = len(pair[0]) == rank
     width = rank if shares else rank * num_parts
     a_RI, b_OR = _check_sizes(linear_name, pair, ((width, inputs), (num_rows, width)))
     pairs, unassigned_OR = {}, b_OR.clone()
@@ -292,25 +265,10 @@ def _outer_path(path: str) -> str:
     return f"{path}.base_layer"
 
 
-def _check_sizes(name: str, pair: Sequence[Tensor | None] | None, sizes: tuple[Sizes, Sizes]) -> Pair:
-    a_rI, b_Or = pair or (None, None)
-    if a_rI is None or b_Or is None or (tuple(a_rI.shape), tuple(b_Or.shape)) != sizes:
-        raise UserError(f"{name} must have lora_A {list(sizes[0])} and lora_B {list(sizes[1])}")
-    return a_rI, b_Or
-
-
-WEIGHTS_FILE = "adapter_model.safetensors"
-CONFIG_FILE = "adapter_config.json"
-OPTIMIZER_FILE = "optimizer.safetensors"
-GRADIENT_FILE = "gradient.safetensors"
-
-PREFIX = "base_model.model."
-
-MAX_ALPHA = 1e30  # weights are float32
-
-UNSUPPORTED = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias", "fan_in_fan_out",
-               "trainable_token_indices", "target_parameters", "layer_replication")  # fmt: skip
-"""PEFT settings that change an adapter's computation in ways that we do not implement."""
+def _check_sizes(name: str, pair: Pair | None, sizes: tuple[Sequence[int], Sequence[int]]) -> Pair:
+    if pair is None or tuple(tuple(matrix.shape) for matrix in pair) != sizes:
+        raise UserError(f"{WEIGHTS_FILE}: {name} must have lora_A {list(sizes[0])} and lora_B {list(sizes[1])}")
+    return pair
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,8 +295,8 @@ def save_adapter(
     a stacked adapter gives Tinker's name, since the base's files hold no weights of it.
     """
     targets, weights = adapter.layout.targets, adapter.layout.views(adapter.flat_P.cpu())
-    alpha = peft_alpha(adapter.spec.alpha)
-    settings = {} if stacked else adapter_settings(targets, adapter.layout.rank, alpha)
+    rank, alpha = adapter.layout.rank, adapter.spec.alpha
+    settings = {} if stacked else adapter_settings(targets, rank, alpha)
     adapted = [target.name for target in targets] if not settings else peft_linears(targets)
     path_of = text_name
     if stacked:
@@ -349,30 +307,14 @@ def save_adapter(
     if "target_parameters" in settings:
         settings["target_parameters"] = [path_of(name) for name in cast("list[str]", settings["target_parameters"])]
     tensors = {}
-    for name, (a_rI, b_Or) in (convert_to_peft(weights, targets) if settings else weights).items():
-        tensors[f"{PREFIX}{path_of(name)}.lora_A.weight"] = a_rI.contiguous()
-        tensors[f"{PREFIX}{path_of(name)}.lora_B.weight"] = b_Or.contiguous()
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_name,
-        "r": adapter.layout.rank,
-        "lora_alpha": alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "target_modules": _target_modules([path_of(name) for name in adapted], module_names),
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "init_lora_weights": True,
-        "modules_to_save": None,
-        "use_rslora": False,
-        "use_dora": False,
-        **settings,
-    }
+    for name, pair in (convert_to_peft(weights, targets) if settings else weights).items():
+        for key, matrix in zip(matrix_keys(path_of(name)), pair, strict=True):
+            tensors[key] = matrix.contiguous()
+    target_modules = _target_modules([path_of(name) for name in adapted], module_names)
     directory.mkdir(parents=True, exist_ok=True)
     write_tensors(tensors, directory / WEIGHTS_FILE)
     path = directory / CONFIG_FILE
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    path.write_text(encode_config(base_name, rank, alpha, target_modules, settings))
     _fsync(path)
 
 
@@ -383,11 +325,6 @@ def _tinker_name(tied_head: str | None) -> Callable[[str], str]:
         return UNEMBED_TOKENS if name == tied_head else text_name(name)
 
     return path_of
-
-
-def peft_alpha(alpha: float) -> int | float:
-    """The alpha of adapter_config.json: PEFT and inference engines declare an integer, and accept a fraction."""
-    return int(alpha) if alpha == int(alpha) else alpha
 
 
 def fill_buffer(
@@ -464,32 +401,20 @@ def save_gradient(trained: TrainedModel, directory: Path, name_tensors: NameTens
 
 def load_adapter(directory: Path, targets: Mapping[str, Target]) -> AdapterFile:
     """Raises UserError unless every tensor belongs to one of `targets`, those of the base model with all experts."""
-    config = _read_config(directory, targets.values())
-    rank, alpha = config["r"], config["lora_alpha"]
-    if not isinstance(rank, int) or not isinstance(alpha, int | float) or bool in (type(rank), type(alpha)):
-        raise UserError(f"{CONFIG_FILE}: r is {rank!r} and lora_alpha is {alpha!r}; both must be numbers")
-    if rank < 1 or not 0 < alpha < MAX_ALPHA:
-        raise UserError(f"{CONFIG_FILE}: r is {rank!r} and lora_alpha is {alpha!r}; both must be positive numbers")
-    known_names = targets.keys() | list_peft_names(targets.values())
     head = next((name for name, target in targets.items() if target.group == "unembed"), UNEMBED_TOKENS)
-    pairs: dict[str, list[Tensor | None]] = {}
-    for key, tensor in read_tensors(directory / WEIGHTS_FILE).items():
-        name, _, last = text_name(key.removeprefix(PREFIX)).removesuffix(".weight").rpartition(".lora_")
-        name = head if name == UNEMBED_TOKENS else name
-        if last not in ("A", "B") or name not in known_names:
-            raise UserError(f"{WEIGHTS_FILE} holds {key!r}, which this base model cannot carry")
-        if not tensor.is_floating_point():
-            raise UserError(f"{WEIGHTS_FILE}: {key!r} is {tensor.dtype}; weights must be floating-point numbers")
-        pairs.setdefault(name, [None, None])[last == "B"] = tensor.float()
-    complete = {}
-    for name, (a_rI, b_Or) in convert_from_peft(pairs, targets.values(), rank).items():
-        sizes = targets[name].shapes(rank)
-        if a_rI is None or b_Or is None or (tuple(a_rI.shape), tuple(b_Or.shape)) != sizes:
-            raise UserError(f"{WEIGHTS_FILE}: {name} must have lora_A {list(sizes[0])} and lora_B {list(sizes[1])}")
-        complete[name] = (a_rI, b_Or)
-    if not complete:
-        raise UserError(f"{WEIGHTS_FILE} holds no adapter")
-    return AdapterFile(rank, alpha * math.sqrt(rank) if config.get("use_rslora") else float(alpha), complete)
+    info = read_adapter(directory, plain=True, multiples=_rank_multiples(targets.values()), head=head, stacked=True)
+    known_names = targets.keys() | list_peft_names(targets.values())
+    tensors = read_tensors(directory / WEIGHTS_FILE)
+    pairs: dict[str, Pair] = {}
+    for path, linear in info.linears.items():
+        if (name := text_name(path)) not in known_names:
+            raise UserError(f"{WEIGHTS_FILE} holds {linear.keys[0]!r}, which this base model cannot carry")
+        key_a, key_b = linear.keys
+        pairs[name] = tensors[key_a].float(), tensors[key_b].float()
+    pairs = convert_from_peft(pairs, targets.values(), info.rank)
+    for name, pair in pairs.items():
+        _check_sizes(name, pair, targets[name].shapes(info.rank))
+    return AdapterFile(info.rank, info.alpha_over_rank, pairs)
 
 
 def load_optimizer(trained: TrainedModel, directory: Path, flatten_tensors: FlattenTensors = _flat_pairs) -> None:
@@ -528,30 +453,10 @@ def _target_modules(adapted: Sequence[str], module_names: Iterable[str]) -> list
     return sorted(short if selected == set(adapted) else adapted)
 
 
-def _read_config(directory: Path, targets: Iterable[Target]) -> dict[str, object]:
-    path = directory / CONFIG_FILE
-    try:
-        config = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise UserError(f"there is no {CONFIG_FILE}: not an adapter in PEFT's format") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{CONFIG_FILE} is not JSON: {error}") from None
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA" or not {"r", "lora_alpha"} <= config.keys():
-        raise UserError(f"{CONFIG_FILE} does not describe a LoRA adapter")
-    supported = list_supported_settings(config, targets)
-    unsupported = [name for name in UNSUPPORTED if config.get(name) and name not in supported]
-    if unsupported or config.get("bias", "none") != "none":
-        raise UserError(f"{CONFIG_FILE} uses {', '.join(unsupported or ['bias'])}, which is not supported here")
-    return config
-
-
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    try:
+    """Raises UserError if it is not a complete safetensors file."""
+    with refuse_invalid(path):
         return load_file(path)
-    except FileNotFoundError:
-        raise UserError(f"there is no {path.name}: not an adapter in PEFT's format") from None
-    except SafetensorError as error:
-        raise UserError(f"{path.name} is not a safetensors file: {error}") from None
 
 
 def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:

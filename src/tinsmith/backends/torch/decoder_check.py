@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from tinsmith.backends.torch.attention import AttentionOptions, AttentionPlan, Mixer
-from tinsmith.backends.torch.lora_batch import LoRABatch, Segment
+from tinsmith.backends.torch.lora_batch import LoRABatch
 from tinsmith.backends.torch.probes import draw
 from tinsmith.backends.torch.transformer import Decoder
 
@@ -67,7 +67,7 @@ def measure_difference(decoder: Decoder, modules: nn.Module, forward: Forward, v
     attention_scale_T = torch.tensor([1.0, 1.0, 0.0, 0.0], device=device, dtype=dtype).repeat(NUM_ROWS // NUM_GROUPS)
     x_TD = draw(NUM_ROWS, embed.weight.shape[1], seed=0).to(device, dtype) * scale_T[:, None]
     positions_T = rows_T * (context - 1) // (NUM_ROWS - 1)
-    tokens_T, lora_batch = rows_T * 7 % vocab, LoRABatch([Segment(0, NUM_ROWS, None)])
+    tokens_T, lora_batch = rows_T * 7 % vocab, LoRABatch.of_base(NUM_ROWS)
     expected, actual = _Recorder(attention_scale_T), _Recorder(attention_scale_T)
     trace = _Trace(modules, x_TD)
     try:

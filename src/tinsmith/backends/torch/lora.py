@@ -197,14 +197,6 @@ class LoRADelta:
                     group.stacks[self] = self._cache_stacks(group, self._pack_matrices)
         return adapter_groups
 
-    def add_reference_(self, y_TO: Tensor, x_TI: Tensor, lora_batch: LoRABatch) -> None:
-        """Add each segment's delta to y, one matmul after another: the oracle of `forward_`."""
-        for start, stop, adapter in lora_batch.segments:
-            for name, columns in zip(self._names, self._columns, strict=True):
-                if adapter is not None and name in adapter.compute:
-                    a_rI, b_Or = adapter.compute[name]
-                    y_TO[start:stop, columns] += adapter.scale * (x_TI[start:stop] @ a_rI.t() @ b_Or.t())
-
     def shrink(self, x_TI: Tensor, adapter_groups: Sequence[AdapterGroup]) -> list[Tensor]:
         """Each group's scale * x A^T, [n, R] or [S, n, R]."""
         return [self._shrink_group(x_TI, group) for group in adapter_groups]
@@ -246,9 +238,8 @@ class LoRADelta:
         if isinstance(joined := group.stacks.get(self), PackedMatrices):
             u_nR = onednn_linear(group.select_rows(x_TI), joined.a_RI)
             delta_nO = onednn_linear(u_nR, joined.b_OR)
-            group.select_rows(y_TO)[:, : delta_nO.shape[1]].add_(
-                delta_nO
-            )  # parts may cover fewer outputs than the linear has
+            # Parts may cover fewer outputs than the linear has.
+            group.select_rows(y_TO)[:, : delta_nO.shape[1]].add_(delta_nO)
             return u_nR
         u_nR, y_nO = self._shrink_single(x_TI, group), group.select_rows(y_TO)
         for _, columns, ranks, b_Or in self._matrices(adapter).linears_b:

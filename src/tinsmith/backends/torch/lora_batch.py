@@ -203,6 +203,11 @@ class LoRABatch:
             end += length
         return cls(segments, repeats=repeats)
 
+    @classmethod
+    def of_base(cls, num_rows: int) -> Self:
+        """Rows without an adapter."""
+        return cls([Segment(0, num_rows, None)])
+
     def slots(self, device: torch.device) -> tuple[tuple[Adapter | None, ...], Tensor | None]:
         """The distinct adapters, None among them if rows have none, and the index there of each row's [T]; None instead
         of the indices if there is one.

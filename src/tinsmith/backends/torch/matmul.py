@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from tinsmith.runtime.devices import is_on_host, runs_kernels
+from tinsmith.runtime.devices import has_packed_matmuls, is_on_host, runs_kernels
 
 ONEDNN_MIN_ROWS = 16
 """From this many rows on a float32 matmul on a CPU that is not Intel's uses oneDNN: torch's default, MKL, is slower
@@ -25,12 +25,9 @@ ONEDNN_MIN_MULTIPLICATIONS = 1 << 19
 ONEDNN_MIN_TRANSPOSED_ROWS = 256
 """Rows from which on computing a weight's gradient by its transpose with oneDNN pays."""
 
-HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+HAS_ONEDNN = has_packed_matmuls()
 
 HAS_AMX = torch.cpu._is_amx_tile_supported()
-
-CAN_ADD_TO_WIDER = torch.__version__ >= "2.11"
-"""Whether a matmul on CUDA can be added to a wider sum without a copy, which matters for logits."""
 
 BLOCK_COLUMNS, BLOCK_MIN_ELEMENTS = 256, 3 << 19
 """Columns at once of a matmul that oneDNN would compute with one of two threads, which pays if the left operand has
@@ -101,10 +98,8 @@ def add_matmul_(out: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> None:
             out.addcmul_(a, b, value=scale)
         else:
             out.addmm_(a, b, alpha=scale)
-    elif runs_kernels(a) and CAN_ADD_TO_WIDER:
-        torch.addmm(out, a, b, out_dtype=out.dtype, alpha=scale, out=out)
     elif runs_kernels(a):
-        out.add_(torch.mm(a, b, out_dtype=out.dtype), alpha=scale)
+        torch.addmm(out, a, b, out_dtype=out.dtype, alpha=scale, out=out)
     else:
         # Widened operands would multiply several times slower; the matmul is rounded once, the sum is not.
         out.add_(a @ b, alpha=scale)
@@ -114,10 +109,8 @@ def add_bmm_(out: Tensor, a: Tensor, b: Tensor) -> None:
     """out += a @ b for stacked matrices; keeps a wider dtype of `out`, as `add_matmul_` does."""
     if out.dtype == a.dtype:
         out.baddbmm_(a, b)
-    elif runs_kernels(a) and CAN_ADD_TO_WIDER:
-        torch.baddbmm(out, a, b, out_dtype=out.dtype, out=out)
     elif runs_kernels(a):
-        out.add_(torch.bmm(a, b, out_dtype=out.dtype))
+        torch.baddbmm(out, a, b, out_dtype=out.dtype, out=out)
     else:
         out.add_(torch.bmm(a, b))
 
@@ -134,11 +127,8 @@ def write_matmul_(out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
 
 def has_onednn(weight: Tensor) -> bool:
     """Whether `pack_weight` and `onednn_linear` take this weight's device and dtype."""
-    if not is_on_host(weight) or not HAS_ONEDNN:
-        return False
-    if weight.dtype == torch.bfloat16:
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return weight.dtype == torch.float32
+    dtype = str(weight.dtype).removeprefix("torch.")
+    return is_on_host(weight) and dtype in ("float32", "bfloat16") and has_packed_matmuls(dtype)
 
 
 def suits_mkl(weight: Tensor) -> bool:

@@ -227,7 +227,8 @@ class _Sizes(NamedTuple):
 class StepMemory:
     """Device memory of a training step while it runs."""
 
-    def __init__(self, base: BaseModel, memory: MemoryManager, chunk_rows: int, rows: int | None = None) -> None:
+    def __init__(self, base: BaseModel, memory: MemoryManager, chunk_rows: int, rows: int) -> None:
+        """`rows`: of a sampler's step; 0 for the default of the device."""
         self._sampled_rows = rows or choose_step_rows(base)
         self._recompute = base.recompute
         self._memory = memory

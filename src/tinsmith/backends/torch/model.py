@@ -11,6 +11,7 @@ Shapes: T rows, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,7 +33,7 @@ from transformers import (
 )
 
 from tinsmith.backends.torch import quantization
-from tinsmith.backends.torch.adapters import EMBED_TOKENS, TEXT_KEYS, Target, text_name
+from tinsmith.backends.torch.adapters import Target
 from tinsmith.backends.torch.attention import (
     ATTENTION_NAME,
     PLAN_KEY,
@@ -47,9 +48,9 @@ from tinsmith.backends.torch.decoder_check import TOLERANCES, measure_difference
 from tinsmith.backends.torch.fp8 import Fp8Linear
 from tinsmith.backends.torch.host import upload
 from tinsmith.backends.torch.lora import DeviceLoRABatch, ForwardContext, MultiLoRALinear
-from tinsmith.backends.torch.lora_batch import LoRABatch, Segment
+from tinsmith.backends.torch.lora_batch import LoRABatch
 from tinsmith.backends.torch.module_kernels import SwappedKernels, join_gated_products, swap_kernels
-from tinsmith.backends.torch.moe import MultiLoRAExperts, dispatch_chosen_rows, is_experts
+from tinsmith.backends.torch.moe import MultiLoRAExperts, dispatch_chosen_rows
 from tinsmith.backends.torch.quantised_linear import MakeLinear, QuantisedLinear
 from tinsmith.backends.torch.recompute import Recompute
 from tinsmith.backends.torch.recurrent import wrap_mixers
@@ -64,15 +65,26 @@ from tinsmith.backends.torch.threads import Threads
 from tinsmith.backends.torch.transformer import Decoder
 from tinsmith.backends.torch.vision import ImageInput, ImageRows, InputSpan, Vision
 from tinsmith.errors import SettingsError, UserError
-from tinsmith.plan.architecture import UNADAPTED_LINEARS, decoder_of, mark_experts, read_config, read_stored_dtype
+from tinsmith.plan.architecture import (
+    UNADAPTED_LINEARS,
+    decoder_of,
+    is_experts,
+    mark_experts,
+    read_config,
+    read_stored_dtype,
+)
 from tinsmith.plan.memory import choose_dtype
 from tinsmith.plan.mixers import MixerLinears
 from tinsmith.plan.versions import list_untested_versions
 from tinsmith.runtime import malloc
 from tinsmith.runtime.devices import choose_device, kind_of, select_device
 from tinsmith.types import I32, I64, VISION_TYPES, Image, ModelShape, mixes_tokens
+from tinsmith.wire.adapter_files import EMBED_TOKENS, PLAIN, WRAPPED, text_name
 
 log = structlog.get_logger()
+
+TEXT_KEYS = {r"^language_model\.": "", rf"^{re.escape(WRAPPED)}": PLAIN}
+"""Maps weight names in files of a wrapper, including older ones, to those of its text model."""
 
 
 class BaseModel:
@@ -235,23 +247,16 @@ class BaseModel:
         given. With `images`, positions are [3, T] where the model has multimodal RoPE.
         """
         self._threads.fit(len(tokens_T), len(lora_batch.segments))
-        if images is not None:
-            hidden_TD = self.forward_modules(tokens_T, positions_T, plan, lora_batch, images)
-            return (
-                hidden_TD
-                if output_rows is None
-                else hidden_TD.index_select(0, upload(np.array(output_rows), self.device))
-            )
-        decoder = self._fused
+        decoder = None if images is not None else self._fused
         if decoder is not None and not torch.is_grad_enabled() and decoder.pack():
             decoder = self._fused = self._verify_decoder(decoder)
         if decoder is not None:
             num_recomputed = self.recompute.count_recomputed(decoder.num_layers)
             return decoder.hidden(tokens_T, positions_T, plan, lora_batch, output_rows, num_recomputed=num_recomputed)
-        hidden_TD = self.forward_modules(tokens_T, positions_T, plan, lora_batch)
-        return (
-            hidden_TD if output_rows is None else hidden_TD.index_select(0, upload(np.array(output_rows), self.device))
-        )
+        hidden_TD = self.forward_modules(tokens_T, positions_T, plan, lora_batch, images)
+        if output_rows is None:
+            return hidden_TD
+        return hidden_TD.index_select(0, upload(np.array(output_rows), self.device))
 
     def forward_modules(
         self,
@@ -312,7 +317,7 @@ class BaseModel:
         """The decoder if it agrees with the modules in the current gradient mode, by part and as a whole, else None."""
         tokens_T = torch.arange(12, device=self.device) * 7 % self.shape.vocab_size
         positions_T = torch.cat([torch.arange(n, device=self.device) for n in (7, 5)])
-        inputs = (tokens_T, positions_T, PackedCausal([7, 5], self.device), LoRABatch([Segment(0, 12, None)]))
+        inputs = (tokens_T, positions_T, PackedCausal([7, 5], self.device), LoRABatch.of_base(12))
         sizes = self.shape.vocab_size, self.max_context_length
         part_error = measure_difference(decoder, self._decoder, self.forward_modules, *sizes)
         expected, actual = self.forward_modules(*inputs), decoder.hidden(*inputs)
@@ -346,7 +351,7 @@ class BaseModel:
 
     def _check_layers(self) -> None:
         probe, token_T = AttentionProbe(), torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.forward_modules(token_T, token_T, probe, LoRABatch([Segment(0, 1, None)]))
+        self.forward_modules(token_T, token_T, probe, LoRABatch.of_base(1))
         check_layers(type(self.model).__name__, self.model.config.get_text_config(), probe.windows, probe.states)
         check_parameters(type(self.model).__name__, self._decoder, self.experts)
 
@@ -361,7 +366,7 @@ class BaseModel:
         for tokens in ([first, second], [second]):
             lengths = [len(t) for t in tokens]
             plan = PackedCausal(lengths, self.device)
-            lora_batch = LoRABatch([Segment(0, sum(lengths), None)])
+            lora_batch = LoRABatch.of_base(sum(lengths))
             positions_T = torch.cat([torch.arange(n, device=self.device) for n in lengths])
             hidden_TD = self.forward_modules(torch.cat(tokens), positions_T, plan, lora_batch)
             logits.append(self.logits(hidden_TD, lora_batch))
@@ -388,7 +393,7 @@ class BaseModel:
         image_input = vision.prepare_images(length, (image,))
         assert image_input is not None
         positions, rows = vision.pack([InputSpan(image_input, 0, length)])
-        lora_batch = LoRABatch([Segment(0, length, None)])
+        lora_batch = LoRABatch.of_base(length)
         plan = PackedCausal([length], self.device, [image_input.visible_counts(0, length)])
         positions_T = torch.from_numpy(positions).to(self.device)
         hidden_TD = self.forward_modules(tokens_T, positions_T, plan, lora_batch, rows)

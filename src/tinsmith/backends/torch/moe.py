@@ -56,11 +56,6 @@ def has_grouped_mm(device: torch.device) -> bool:
     return kind_of(device).has_kernels and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
-def is_experts(module: nn.Module) -> bool:
-    """Whether this is one of transformers' modules of fused experts."""
-    return hasattr(module, "is_concatenated") and hasattr(module, "is_transposed")
-
-
 class MultiLoRAExperts(nn.Module):
     """Keeps the module's own parameters under the same names. Calls the module itself if there is no LoRA batch."""
 

@@ -54,7 +54,7 @@ def stage(name: str) -> Iterator[None]:
 class StepTraces:
     """Without a directory nothing is written. A profile on demand has a directory of its own from `start` to `stop`."""
 
-    def __init__(self, directory: Path | None = None) -> None:
+    def __init__(self, directory: Path | None) -> None:
         self._directory: Path | None = None
         self._written: dict[str, int] = dict.fromkeys((TRAINING, OPTIMIZER, SAMPLING), 0)
         self._files: list[Path] = []

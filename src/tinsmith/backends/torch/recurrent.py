@@ -21,7 +21,6 @@ import inspect
 import sys
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from types import FunctionType, ModuleType
 from typing import TypeAlias, cast
 
@@ -31,9 +30,10 @@ from torch import Tensor, nn
 from tinsmith.backends.torch.attention import LayerSlots, MixerState
 from tinsmith.backends.torch.delta_rule import equals_gated_delta, run_gated_delta
 from tinsmith.backends.torch.lora import ForwardContext
-from tinsmith.backends.torch.servable import MIXER_LIBRARIES, ReleaseError
+from tinsmith.backends.torch.servable import ReleaseError
 from tinsmith.backends.torch.state_steps import CONV, RECURRENT, StateSlots, list_called_globals, wrap_steps
 from tinsmith.plan.mixers import ROW_BY_ROW, is_mixer, is_whole
+from tinsmith.plan.versions import list_mixer_libraries
 from tinsmith.runtime.devices import is_on_host
 
 STATELESS = MixerState(None, None)
@@ -57,7 +57,7 @@ def _keep_host_functions(modeling: ModuleType) -> None:
     """Let functions that transformers takes from fla or mamba-ssm, where these are installed, compute tensors on a CPU
     in plain torch: the libraries' kernels are for GPUs, and would fail.
     """
-    if not any(map(find_spec, MIXER_LIBRARIES)):
+    if not list_mixer_libraries():
         return
     for name, chosen in list(vars(modeling).items()):
         plain = getattr(chosen, "__wrapped__", None)

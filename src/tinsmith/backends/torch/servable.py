@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import cast
 
 import torch
@@ -20,11 +19,14 @@ from transformers import PreTrainedConfig
 from tinsmith.backends.torch.attention import CHUNKED, INDEXED, Window
 from tinsmith.errors import SettingsError
 from tinsmith.plan.mixers import is_mixer
-from tinsmith.plan.versions import TESTED, install_command, list_installed_versions, list_untested_versions
+from tinsmith.plan.versions import (
+    TESTED,
+    install_command,
+    list_installed_versions,
+    list_mixer_libraries,
+    list_untested_versions,
+)
 from tinsmith.types import ModelShape
-
-MIXER_LIBRARIES = ("fla", "mamba_ssm", "causal_conv1d")
-"""Libraries that transformers uses for stateful layers, if installed."""
 
 
 class ReleaseError(RuntimeError):
@@ -152,7 +154,7 @@ def raise_settings_errors(shape: ModelShape) -> Iterator[None]:
 
 def name_releases() -> str:
     """The installed releases, the tested ones, and the command that installs those."""
-    installed = [*map(str, list_installed_versions()), *(name for name in MIXER_LIBRARIES if find_spec(name))]
+    installed = [*map(str, list_installed_versions()), *list_mixer_libraries()]
     tested = " and ".join(map(str, TESTED))
     return f"installed are {' and '.join(installed)}, and tested are {tested}: {install_command()}"
 

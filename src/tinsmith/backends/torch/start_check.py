@@ -29,7 +29,7 @@ from tinsmith.backends.torch.attention import (
     visibility_mask,
 )
 from tinsmith.backends.torch.lora import ForwardContext
-from tinsmith.backends.torch.lora_batch import LoRABatch, Segment
+from tinsmith.backends.torch.lora_batch import LoRABatch
 from tinsmith.backends.torch.recurrent import SequenceMixer
 from tinsmith.backends.torch.servable import ReleaseError
 from tinsmith.samplers.local.state_pool import SequenceState, StatePool
@@ -99,7 +99,7 @@ class _Alone:
     def mix(self, mixer: SequenceMixer, x_TD: Tensor) -> Tensor:
         outputs = []
         for x_LD in x_TD.split(list(self._lengths)):
-            self._context.lora_batch = _base_rows(len(x_LD))
+            self._context.lora_batch = LoRABatch.of_base(len(x_LD))
             outputs.append(mixer.reference_output(x_LD))
         return torch.cat(outputs)
 
@@ -110,7 +110,7 @@ def _run_with_gradient(
     """The output, and the gradient of its weighted sum."""
     with torch.enable_grad():
         leaf_TD = x_TD.clone().requires_grad_()
-        context.lora_batch = _base_rows(len(x_TD))
+        context.lora_batch = LoRABatch.of_base(len(x_TD))
         try:
             y_TD = plan.mix(mixer, leaf_TD)  # pyright: ignore[reportArgumentType]
         finally:
@@ -154,7 +154,7 @@ def _step(
         spans.append(RecurrentSpan(first, len(x_LD), state, own_cuts))
         first += len(x_LD)
     recurrence = Recurrence(spans, pool)
-    context.lora_batch = _base_rows(first)
+    context.lora_batch = LoRABatch.of_base(first)
     try:
         return recurrence.mix(mixer, torch.cat(list(rows))), recurrence
     finally:
@@ -205,7 +205,7 @@ def check_sampling(model: CheckedModel, vocab_size: int) -> None:
     sequence = _SampledSequence(model.device)
 
     def extend(stop: int, difference: str) -> None:
-        start, lora_batch = sequence.length, _base_rows(stop - sequence.length)
+        start, lora_batch = sequence.length, LoRABatch.of_base(stop - sequence.length)
         sequence.begin(stop - start)
         positions_T = torch.arange(start, stop, device=model.device)
         hidden_TD = model.forward_modules(tokens_T[start:stop], positions_T, sequence, lora_batch)
@@ -227,7 +227,3 @@ def _compare(actual: Tensor, expected: Tensor, tolerance: float, difference: str
     error = float((actual - expected).norm(dim=-1).max() / scale)
     if not error < tolerance:
         raise ReleaseError(f"{difference} from the model's own forward by {error:.2g} (relative)")
-
-
-def _base_rows(num_rows: int) -> LoRABatch:
-    return LoRABatch([Segment(0, num_rows, None)])

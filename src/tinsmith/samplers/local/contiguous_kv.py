@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from tinsmith.backends.torch.attention import AttentionOptions, Window
+from tinsmith.backends.torch.attention import AttentionOptions, Window, has_plain_scores
 from tinsmith.backends.torch.matmul import SUITS_MKL
 from tinsmith.runtime.devices import is_on_host
 from tinsmith.samplers.local.kv_cache import KVCache, LayerShape
@@ -224,7 +224,7 @@ class ContiguousStep:
         values.view(-1, values.shape[-1]).index_copy_(0, write_index, v_TGD.flatten(0, 1))
 
         q_NHD = q_THD if self.row_N is None else q_THD.index_select(0, self.row_N)
-        is_plain = not options.get("softcap") and options.get("sinks_H") is None and not self.prefix_rows
+        is_plain = has_plain_scores(options) and not self.prefix_rows
         if keys.dtype == torch.float32 or not is_plain:
             out_NHD = self._attend_by_matmul(layer, q_NHD, keys[:num], values[:num], **options)
         else:
@@ -379,12 +379,7 @@ def key_dtype(shape: LayerShape) -> torch.dtype:
 
 def position_bytes(members: Mapping[LayerShape, Sequence[int]]) -> int:
     """Bytes of one position of a slot over all layers."""
-    return sum(
-        len(layers)
-        * shape.num_heads
-        * (key_dtype(shape).itemsize * shape.key_dim + shape.dtype.itemsize * shape.value_dim)
-        for shape, layers in members.items()
-    )
+    return sum(len(layers) * shape.count_bytes(key_dtype(shape)) for shape, layers in members.items())
 
 
 def _group_size(num: int) -> int:

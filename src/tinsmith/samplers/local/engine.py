@@ -112,7 +112,7 @@ class SamplerOptions:
     reads_late: bool | None = None
     """Whether tokens are read while the next step runs; by default on CUDA. Never if `deterministic`."""
 
-    traces: StepTraces = field(default_factory=StepTraces)
+    traces: StepTraces = field(default_factory=lambda: StepTraces(None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,9 +174,8 @@ class LocalSampler:
         self._graphs = self._make_graphs(states.max_sequences)
         self._requests: dict[str, list[Sequence]] = {}
         self._settled: list[tuple[str, SampleResult | UserError]] = []
-        self._lora_batches: OrderedDict[tuple[tuple[int | None, ...], tuple[int, ...]], LoRABatch | None] = (
-            OrderedDict()
-        )
+        self._lora_batches: OrderedDict[tuple[tuple[int | None, ...], tuple[int, ...]], LoRABatch | None]
+        self._lora_batches = OrderedDict()
         self._decoding: tuple[list[Adapter | None], DeviceLoRABatch | None] = ([], None)
         self._drawing: tuple[list[Sequence], DrawParams | None] = ([], None)
         self._weights: dict[str | None, Weights] = {None: Weights(None, 0)}
@@ -438,35 +437,34 @@ class LocalSampler:
     def _forward(self, spans: Seq[TokenSpan]) -> tuple[list[tuple[TokenSpan, int]], Tensor]:
         """Final hidden states of the rows to sample from or to score, and each span with its number of such rows.
 
-        Where there are graphs, decoding rows are a batch of their own: beside a prompt they would leave them.
+        Where there are graphs, decoding rows are a batch of their own: beside a prompt, or a row of a sequence with
+        images, they would leave them.
         """
         if self._graphs is None:
             return self._forward_spans(spans)
-        decoding = [span for span in spans if span.start > 0 and span.stop - span.start == 1]
-        prompts = []
-        if len(decoding) < len(spans):
-            prompts = [span for span in spans if span.start == 0 or span.stop - span.start > 1]
+        decoding: list[TokenSpan] = []
+        others: list[TokenSpan] = []
+        for span in spans:
+            is_single = span.start > 0 and span.stop - span.start == 1
+            (decoding if is_single and span.sequence.request.image_input is None else others).append(span)
         # Prompts last: without rows to sample from they have a row that no span counts.
         parts = [self._forward_decoding(decoding)] if decoding else []
-        parts += [self._forward_spans(prompts)] if prompts else []
+        parts += [self._forward_spans(others)] if others else []
         counted_spans = [counted for counted_part, _ in parts for counted in counted_part]
         return counted_spans, parts[0][1] if len(parts) == 1 else torch.cat([hidden_TD for _, hidden_TD in parts])
 
     def _forward_decoding(self, spans: Seq[TokenSpan]) -> tuple[list[tuple[TokenSpan, int]], Tensor]:
-        """`_forward` of single rows that continue sequences."""
+        """`_forward` of single rows that continue sequences without images."""
         assert self._graphs is not None
         spans = _sort_by_adapter(spans)
-        requests = [span.sequence.request for span in spans]
-        if not any(request.image_input for request in requests):
-            tokens = np.fromiter((span.sequence.tokens_T[span.start] for span in spans), np.int32, len(spans))
-            lora_batch = self._decoding_batch([request.weights.adapter for request in requests])
-            starts, blocks = [span.start for span in spans], [span.sequence.blocks for span in spans]
-            tokens_T, recurrence = self._upload_tokens(tokens, spans), self._open_recurrence(spans)
-            hidden_TD = self._graphs.hidden(tokens_T, starts, blocks, lora_batch, recurrence)
-            if hidden_TD is not None:
-                self._advance(spans, recurrence)
-                return [(span, 1) for span in spans], hidden_TD
-            del recurrence  # with its slots
+        lora_batch = self._decoding_batch([span.sequence.request.weights.adapter for span in spans])
+        starts, blocks = [span.start for span in spans], [span.sequence.blocks for span in spans]
+        tokens_T, recurrence = self._upload_tokens(spans), self._open_recurrence(spans)
+        hidden_TD = self._graphs.hidden(tokens_T, starts, blocks, lora_batch, recurrence)
+        if hidden_TD is not None:
+            self._advance(spans, recurrence)
+            return [(span, 1) for span in spans], hidden_TD
+        del recurrence  # with its slots
         return self._forward_spans(spans)
 
     def _forward_spans(self, spans: Seq[TokenSpan]) -> tuple[list[tuple[TokenSpan, int]], Tensor]:
@@ -474,9 +472,8 @@ class LocalSampler:
         spans = _sort_by_adapter(spans)
         adapters = [span.sequence.request.weights.adapter for span in spans]
         rows = [_sequence_rows(span) for span in spans]
-        tokens = np.concatenate([span.sequence.tokens_T[span.start : span.stop] for span in spans])
-        tokens_T = self._upload_tokens(tokens, spans)
-        sizes = [span.stop - span.start for span in spans]
+        tokens_T = self._upload_tokens(spans)
+        sizes = [span.num_tokens for span in spans]
         has_images = any(span.sequence.request.image_input for span in spans)
         lora_batch = self._lora_batch(adapters, sizes, on_device=not has_images)
         recurrence = self._open_recurrence(spans)
@@ -497,7 +494,7 @@ class LocalSampler:
         """The spans' states; None where no layer keeps any."""
         if not self._keeps_states:
             return None
-        firsts = accumulate((span.stop - span.start for span in spans), initial=0)
+        firsts = accumulate((span.num_tokens for span in spans), initial=0)
         return Recurrence(
             [_recurrent_span(span, first) for span, first in zip(spans, firsts, strict=False)], self._states
         )
@@ -526,15 +523,18 @@ class LocalSampler:
             self._lora_batches.popitem(last=False)
         return lora_batch
 
-    def _upload_tokens(self, tokens_T: I32, spans: Seq[TokenSpan]) -> Tensor:
-        """[T] The tokens on the device, with those that are unread."""
+    def _upload_tokens(self, spans: Seq[TokenSpan]) -> Tensor:
+        """[T]: the spans' tokens on the device, with those that are unread."""
+        sizes = [stop - start for _, start, stop in spans]
+        last_rows = np.cumsum(sizes) - 1
+        if last_rows[-1] + 1 == len(spans):
+            tokens_T = np.fromiter((sequence.tokens_T[start] for sequence, start, _ in spans), np.int64, len(spans))
+        else:
+            tokens_T = np.concatenate([sequence.tokens_T[start:stop] for sequence, start, stop in spans])
         on_device_T = upload(tokens_T, self._base.device, torch.int64)
         # The last row of a sequence with an unread token is that token.
         unread_rows = np.array([s.sequence.unread_row if s.sequence.num_unread else -1 for s in spans])
         if (is_unread := unread_rows >= 0).any():
-            last_rows = np.arange(len(spans))
-            if len(tokens_T) > len(spans):
-                last_rows = np.cumsum([span.stop - span.start for span in spans]) - 1
             targets, sources = upload_all([last_rows[is_unread], unread_rows[is_unread]], self._base.device)
             drawn_B = self._unread[-1].chosen.token_ids_B
             on_device_T.index_copy_(0, targets, drawn_B.index_select(0, sources))
@@ -558,11 +558,7 @@ class LocalSampler:
         hidden_parts = []
         for span in spans:
             sequence, state = span.sequence, span.sequence.state
-            adapter, blocks, image_input = (
-                sequence.request.weights.adapter,
-                sequence.blocks,
-                sequence.request.image_input,
-            )
+            adapter, image_input = sequence.request.weights.adapter, sequence.request.image_input
             position, num = span.start, self._chunk_rows
             while position < span.stop:
                 first, end = position - position % num, position - position % num + num
@@ -572,7 +568,7 @@ class LocalSampler:
                 position, is_complete = first + output_rows.stop, output_rows.stop == num
                 tokens_T = np.pad(sequence.tokens_T[first:position], (0, num - output_rows.stop), "edge")
                 hidden_TD, after = self._forward_chunk(
-                    self._cache, tokens_T, first, blocks, adapter, output_rows, state, image_input
+                    self._cache, tokens_T, first, sequence.blocks, adapter, output_rows, state, image_input
                 )
                 hidden_parts.append(hidden_TD)
                 if is_complete:  # the next chunk starts from this state
@@ -580,7 +576,7 @@ class LocalSampler:
                     self._store_state(sequence, first + output_rows.stop, state)
             sequence.state = state
             self._batcher.advance([span])
-        return [(span, span.stop - span.start) for span in spans], torch.cat(hidden_parts)
+        return [(span, span.num_tokens) for span in spans], torch.cat(hidden_parts)
 
     def _forward_chunk(
         self,
@@ -621,7 +617,7 @@ class LocalSampler:
             cache.resize(3)  # block 0 is the null block
             first, state = self._forward_chunk(cache, tokens_T[:num], 0, [1, 2], None, slice(num), None)
             second, _ = self._forward_chunk(cache, tokens_T[num:], num, [1, 2], None, slice(num), state)
-            runs.append([first, second, self._base.logits(second[-1:], LoRABatch([Segment(0, 1, None)]))])
+            runs.append([first, second, self._base.logits(second[-1:], LoRABatch.of_base(1))])
         if not all(torch.equal(first, second) for first, second in zip(*runs, strict=True)):
             raise SettingsError("repeating a forward gives different bits on this machine: it is not deterministic")
 
@@ -796,7 +792,7 @@ def _sort_by_adapter(spans: Seq[TokenSpan]) -> list[TokenSpan]:
     weights_ids = {id(span): span.sequence.request.weights.weights_id for span in spans}
     num_rows: Counter[int] = Counter()
     for span in spans:
-        num_rows[weights_ids[id(span)]] += span.stop - span.start
+        num_rows[weights_ids[id(span)]] += span.num_tokens
     return sorted(spans, key=lambda span: (min(num_rows[weights_ids[id(span)]], MANY_ROWS), weights_ids[id(span)]))
 
 
@@ -809,7 +805,7 @@ def _sequence_rows(span: TokenSpan) -> SequenceRows:
 def _recurrent_span(span: TokenSpan, first: int) -> RecurrentSpan:
     sequence = span.sequence
     cuts = cuts_between(span.start, span.stop, sequence.cuts)
-    return RecurrentSpan(first, span.stop - span.start, sequence.state, cuts)
+    return RecurrentSpan(first, span.num_tokens, sequence.state, cuts)
 
 
 def _grammar_of(sample: Sample) -> Grammar | None:

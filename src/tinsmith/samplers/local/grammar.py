@@ -71,7 +71,7 @@ class NumberRun:
 class GrammarConstraint:
     """One answer's position in its grammar; `number_run` bounds the length of JSON numbers."""
 
-    def __init__(self, matcher: LLMatcher, num_vocab: int, number_run: NumberRun | None = None) -> None:
+    def __init__(self, matcher: LLMatcher, num_vocab: int, number_run: NumberRun | None) -> None:
         self._matcher = matcher
         self._num_vocab = num_vocab
         self._number_run = number_run

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from tinsmith.backends.torch.attention import AttentionProbe
 from tinsmith.backends.torch.host import upload_all
-from tinsmith.backends.torch.lora_batch import LoRABatch, Segment
+from tinsmith.backends.torch.lora_batch import LoRABatch
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.runtime.devices import kind_of, read_memory, runs_triton
 
@@ -52,7 +52,11 @@ class LayerShape(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return self.num_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+        return self.count_bytes(self.dtype)
+
+    def count_bytes(self, key_dtype: torch.dtype) -> int:
+        """Bytes of a token whose keys are stored in another dtype."""
+        return self.num_heads * (key_dtype.itemsize * self.key_dim + self.dtype.itemsize * self.value_dim)
 
 
 class KVCache:
@@ -177,7 +181,7 @@ def probe_layers(base: BaseModel) -> AttentionProbe:
     probe = AttentionProbe()
     token_T = torch.zeros(1, dtype=torch.int64, device=base.device)
     with torch.inference_mode():
-        base.hidden(token_T, token_T, probe, LoRABatch([Segment(0, 1, None)]))
+        base.hidden(token_T, token_T, probe, LoRABatch.of_base(1))
     return probe
 
 

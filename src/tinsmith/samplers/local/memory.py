@@ -38,7 +38,7 @@ class CacheBudget:
         state_bytes: int,
         states: StateBudget,
         *,
-        fixed: bool = False,
+        fixed: bool,
     ) -> None:
         self._memory = memory
         self._batcher = batcher

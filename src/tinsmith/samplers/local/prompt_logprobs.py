@@ -109,7 +109,7 @@ def score_prompt(
     adapter: Adapter | None,
     hidden_TD: Tensor,
     start: int,
-    max_rows: int | None = None,
+    max_rows: int | None,
 ) -> bool:
     """Score the prompt from token `start` on. False if some logits are not finite.
 

@@ -60,6 +60,10 @@ class TokenSpan(NamedTuple):
     stop: int
 
     @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
+    @property
     def completes(self) -> bool:
         """Whether the sequence's next token can be sampled after this step."""
         return self.stop == self.sequence.length
@@ -68,7 +72,7 @@ class TokenSpan(NamedTuple):
     def num_output_rows(self) -> int:
         """How many of the last tokens need their final hidden state: all where a prompt is scored."""
         if self.sequence.request.scores.next_row is not None:
-            return self.stop - self.start
+            return self.num_tokens
         return int(self.completes)
 
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple, Unpack
+from dataclasses import dataclass, field, replace
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
-from tinsmith.backends.torch.attention import AttentionOptions
+from tinsmith.backends.torch.attention import AttentionOptions, Window
 from tinsmith.samplers.local.kv_cache import KVCache, LayerShape
 
 MIN_SAVED_BYTES = 1 << 20
@@ -56,10 +56,7 @@ class Prefix:
 
 def count_bytes(shapes: Mapping[LayerShape, Sequence[int]], num_tokens: int) -> int:
     """The bytes of a `Prefix` of so many tokens."""
-    return num_tokens * sum(
-        len(layers) * shape.num_heads * (4 * shape.key_dim + shape.dtype.itemsize * shape.value_dim)
-        for shape, layers in shapes.items()
-    )
+    return num_tokens * sum(len(layers) * shape.count_bytes(torch.float32) for shape, layers in shapes.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +144,14 @@ def find_prefixes(rows: Sequence[DecodeRow], block_size: int, min_saved: int) ->
     ]
 
 
-class PrefixRows(NamedTuple):
-    """What slots of a group read of a prefix. `position_m`: the rows' positions."""
+@dataclass(slots=True)
+class PrefixRows:
+    """What slots of a group read of a prefix in one step. `position_m`: the rows' positions."""
 
     prefix: Prefix
     slot_m: Tensor
     position_m: Tensor
+    _masks: dict[Window, Tensor | None] = field(default_factory=dict)
 
     def attend(self, layer: int, q_mGRD: Tensor, **options: Unpack[AttentionOptions]) -> tuple[Tensor, Tensor] | None:
         """Outputs [m, G, R, D] in float32, and log sums [m, G, R]; None if no row sees a key."""
@@ -162,10 +161,9 @@ class PrefixRows(NamedTuple):
         if (softcap := options.get("softcap")) is not None:
             scores_GrP.div_(softcap).tanh_().mul_(softcap)
         if (window := options.get("window")) is not None:
-            first_m = window.first(self.position_m)
-            if int(first_m.min()) >= self.prefix.num_tokens:
+            if (mask_m1P := self._mask(window)) is None:
                 return None
-            scores_GrP.view(groups, num, repeat, -1).add_(self._mask(first_m))
+            scores_GrP.view(groups, num, repeat, -1).add_(mask_m1P)
         log_sum_Gr = scores_GrP.logsumexp(-1)
         probs_GrP = scores_GrP.sub_(log_sum_Gr[..., None]).exp_().to(values_GPD.dtype)
         out_GrD = torch.bmm(probs_GrP, values_GPD)
@@ -174,11 +172,14 @@ class PrefixRows(NamedTuple):
             log_sum_Gr.view(groups, num, repeat).transpose(0, 1),
         )
 
-    def _mask(self, first_m: Tensor) -> Tensor:
-        """[m, 1, P]"""
-        position_P = torch.arange(self.prefix.num_tokens, device=first_m.device)
-        hidden_mP = position_P < first_m[:, None]
-        return torch.zeros(hidden_mP.shape, device=first_m.device).masked_fill_(hidden_mP, HIDDEN)[:, None]
+    def _mask(self, window: Window) -> Tensor | None:
+        """[m, 1, P], the same in all layers with this window; None if no row sees a key."""
+        if window not in self._masks:
+            first_m = window.first(self.position_m)
+            hidden_mP = torch.arange(self.prefix.num_tokens, device=first_m.device) < first_m[:, None]
+            mask_mP = torch.zeros(hidden_mP.shape, device=first_m.device).masked_fill_(hidden_mP, HIDDEN)
+            self._masks[window] = None if bool(hidden_mP.all()) else mask_mP[:, None]
+        return self._masks[window]
 
 
 def attend_prefixes(

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import re
 import secrets
 import shutil
@@ -23,7 +22,8 @@ from pathlib import Path
 import structlog
 from safetensors import SafetensorError
 
-from tinsmith.errors import TinsmithError
+from tinsmith.errors import TinsmithError, UserError
+from tinsmith.wire.adapter_files import WEIGHTS_FILE, read_header
 
 UNSAFE_CHARACTERS = re.compile(r"[^A-Za-z0-9_.-]+")
 LAYER_INDEX = re.compile(r"\.\d+\.")
@@ -72,9 +72,8 @@ class Version:
 def _adapts_unembedding(directory: Path) -> bool:
     """Whether an adapter in PEFT's format has weights outside of the numbered layers."""
     try:
-        with (directory / "adapter_model.safetensors").open("rb") as file:
-            names = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    except (OSError, ValueError):
+        names = read_header(directory / WEIGHTS_FILE)
+    except UserError:
         return False
     return any(".lora_" in name and not LAYER_INDEX.search(name) for name in names)
 
@@ -90,7 +89,7 @@ class LoadedAdapters:
         max_adapters: int,
         load: Callable[[Version, Path], Awaitable[None]],
         unload: Callable[[str], Awaitable[None]],
-        memory: Path | None = None,
+        memory: Path | None,
     ) -> None:
         self._directory = directory
         self._memory = memory
