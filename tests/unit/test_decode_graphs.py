@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from gpu.device import DEVICE, NAMED, ON_CUDA, adapter_on
 if not (NAMED and ON_CUDA):
     from support import interpreted  # noqa: F401 - before the kernels
 
-from support import tiny_models
+from support import tiny_models, vision_models
 from support.families import FAMILIES, make
 from support.local_sampling import assert_same, finish, make_prompt, make_sample, run
 from tinsmith.backends.torch import moe, state_kernels
@@ -23,8 +24,9 @@ from tinsmith.backends.torch.model import BaseModel
 from tinsmith.samplers.local import decode_graphs, paged_kernel
 from tinsmith.samplers.local.decode_graphs import DecodeGraphs
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
-from tinsmith.types import ModelShape, SamplingParams
+from tinsmith.types import ModelShape, Sample, SamplingParams
 from unit.test_expert_decode import multiply_groups
+from unit.test_vision import text
 
 THERE = NAMED and ON_CUDA
 WHERE = DEVICE if NAMED else "cpu"
@@ -124,6 +126,18 @@ def test_prompts_leave_decoding_rows_in_their_graph(shape: ModelShape) -> None:
         assert_same(results[sample.request_id], expected[sample.request_id], atol=3e-4)
     assert ours._graphs is not None
     assert ours.cache_use().uncaptured_steps.keys() <= {"first of its kind"}
+
+
+@pytest.mark.skipif(THERE, reason="graphs that the test can count are those of a CPU")
+def test_a_sequence_with_images_leaves_others_in_their_graph(tmp_path: Path) -> None:
+    plain, ours = samplers(vision_models.make(tmp_path, "qwen3_vl"), (), 4)
+    tokens_T, images = vision_models.model_input(vision_models.picture(61, 22, 1), text(7, 1))
+    pictured = Sample("pictured", None, tokens_T, 1, PARAMS, images=images)
+    samples = [pictured, make_sample("written", np.array(text(9, 2), np.int32), PARAMS)]
+    expected, results = run(plain, *samples), run(ours, *samples)
+    for sample in samples:
+        assert_same(results[sample.request_id], expected[sample.request_id], atol=3e-4)
+    assert isinstance(ours._graphs, Uncaptured) and ours._graphs.steps == 4
 
 
 @pytest.mark.matrix(1)
