@@ -127,6 +127,6 @@ def _note_changes(edits: _Edits, row: int, adjustments: Adjustments, sequence: S
         ids_S = np.union1d(sequence.request.prompt_ids, answer_ids)
         edits.add("repeated", row, ids_S, adjustments.repetition_penalty)
     if len(answer_ids) and (adjustments.frequency_penalty or adjustments.presence_penalty):
-        frequency, presence = np.float32([adjustments.frequency_penalty, adjustments.presence_penalty])
+        frequency, presence = np.float32(adjustments.frequency_penalty), np.float32(adjustments.presence_penalty)
         amounts_S = frequency * counts_S.astype(np.float32) + presence
         edits.add("counted", row, answer_ids, amounts_S)
