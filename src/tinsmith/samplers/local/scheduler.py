@@ -435,7 +435,8 @@ class Batcher:
         if has_block:
             step.copies.append((sequence.blocks[index], allocated[0]))
             self.pool.release([sequence.blocks[index]])
-            sequence.blocks = [*sequence.blocks[:index], allocated[0]]  # a new list: decode graphs know the old one
+            sequence.blocks = list(sequence.blocks)  # decode graphs know the old list
+            sequence.blocks[index] = allocated[0]
         else:
             sequence.blocks.append(allocated[0])
         sequence.writable_end = (index + 1) * self.block_size
