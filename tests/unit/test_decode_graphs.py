@@ -22,8 +22,10 @@ from tinsmith.backends.torch import moe, state_kernels
 from tinsmith.backends.torch.lora_batch import LoRABatch, list_row_blocks
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.samplers.local import decode_graphs, paged_kernel
-from tinsmith.samplers.local.decode_graphs import DecodeGraphs
+from tinsmith.samplers.local.decode_graphs import DecodeGraphs, _Key, _Step
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
+from tinsmith.samplers.local.kv_cache import KVCache, layer_shapes
+from tinsmith.samplers.local.scheduler import Batcher
 from tinsmith.types import ModelShape, Sample, SamplingParams
 from unit.test_expert_decode import multiply_groups
 from unit.test_vision import text
@@ -45,14 +47,20 @@ class Uncaptured(DecodeGraphs):
         return hidden_TD
 
     def _capture(self, key: object, step: object) -> bool:
-        step.graph = self  # pyright: ignore
-        self._last = key, step
+        step.graph = Replay(self, key, step)  # pyright: ignore
         step.hidden_nD = self._forward(key, step)  # pyright: ignore
         return True
 
+
+class Replay:
+    """Stands for a step's graph."""
+
+    def __init__(self, graphs: DecodeGraphs, key: _Key, step: _Step) -> None:
+        self._graphs, self._key, self._step = graphs, key, step
+
     def replay(self) -> None:
-        key, step = self._last
-        step.hidden_nD.copy_(self._forward(key, step))  # pyright: ignore
+        assert self._step.hidden_nD is not None
+        self._step.hidden_nD.copy_(self._graphs._forward(self._key, self._step))
 
 
 @pytest.fixture(autouse=True)
@@ -68,10 +76,16 @@ def shape(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return tiny_models.make(tmp_path_factory.mktemp(request.param), request.param)
 
 
-def samplers(shape: ModelShape, ranks: Sequence[int], block_size: int) -> tuple[LocalSampler, LocalSampler]:
+def samplers(
+    shape: ModelShape, ranks: Sequence[int], block_size: int, num_blocks: int | None = None
+) -> tuple[LocalSampler, LocalSampler]:
+    """Without and with graphs; `num_blocks` limits their caches."""
     base = BaseModel.load(shape, device=WHERE, dtype="float32")
     versions = {str(index): adapter_on(base, index, rank=rank) for index, rank in enumerate(ranks)}
-    plain, ours = (LocalSampler(base, versions, options=SamplerOptions(block_size=block_size)) for _ in range(2))
+    block_bytes = block_size * KVCache(layer_shapes(base), block_size, base.device).token_bytes
+    kv_cache_bytes = None if num_blocks is None else num_blocks * block_bytes
+    options = SamplerOptions(block_size=block_size, kv_cache_bytes=kv_cache_bytes)
+    plain, ours = (LocalSampler(base, versions, options=options) for _ in range(2))
     plain._graphs = None
     if not THERE:
         ours._contiguous, ours._graphs = None, Uncaptured(base, ours._cache, ours._states)
@@ -126,6 +140,29 @@ def test_prompts_leave_decoding_rows_in_their_graph(shape: ModelShape) -> None:
         assert_same(results[sample.request_id], expected[sample.request_id], atol=3e-4)
     assert ours._graphs is not None
     assert ours.cache_use().uncaptured_steps.keys() <= {"first of its kind"}
+
+
+@pytest.mark.matrix(1)
+def test_sequences_that_were_preempted_read_their_new_blocks(
+    shape: ModelShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preempt, victims = Batcher._preempt, []
+
+    def record(batcher: Batcher, sequence: object) -> None:
+        victims.append(batcher)
+        preempt(batcher, sequence)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(Batcher, "_preempt", record)
+    plain, ours = samplers(shape, (4,), 4, num_blocks=11)
+    params = SamplingParams(max_tokens=12, temperature=1.0, stop_eos=False, seed=3)
+    samples = [
+        make_sample(f"s{i}", make_prompt(5 + i, i), params, version_id=[None, "0"][i % 2], num_samples=1 + i % 2)
+        for i in range(4)
+    ]
+    expected, results = run(plain, *samples), run(ours, *samples)
+    for sample in samples:
+        assert_same(results[sample.request_id], expected[sample.request_id], atol=3e-4)
+    assert victims.count(ours._batcher) > 2
 
 
 @pytest.mark.skipif(THERE, reason="graphs that the test can count are those of a CPU")
