@@ -59,12 +59,20 @@ class FlakyBackend(FakeBackend):
         captured = super().capture(model_id)
 
         def write(directory: Path) -> None:
-            (directory / "half-written").write_text("...")
-            self.raise_planned_error("save")
-            (directory / "half-written").unlink()
+            self._write_half(directory)
             captured.write(directory)
 
         return Capture(captured.num_bytes, write)
+
+    def save(self, model_id: str, directory: Path, *, optimizer: bool, stacked: bool = False) -> None:
+        self._write_half(directory)
+        super().save(model_id, directory, optimizer=optimizer, stacked=stacked)
+
+    def _write_half(self, directory: Path) -> None:
+        """What is left of a file where the disk is full."""
+        (directory / "half-written").write_text("...")
+        self.raise_planned_error("save")
+        (directory / "half-written").unlink()
 
     def load(
         self, model_id: str, spec: LoraSpec, directory: Path, *, optimizer: bool, optimizer_type: str = "adamw"

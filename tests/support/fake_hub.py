@@ -19,7 +19,7 @@ INLINE_BYTES = 1000
 
 def repository_of(ref: CheckpointRef) -> str:
     """The id of the repository in which a server of ours has a checkpoint."""
-    run, number = ref.training_run_id.split(":train:")
+    run, _, number = ref.training_run_id.partition(":train:")
     return f"{run}/{number}.{ref.kind}.{ref.name}"
 
 
