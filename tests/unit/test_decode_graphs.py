@@ -165,6 +165,7 @@ def test_sequences_that_were_preempted_read_their_new_blocks(
     assert victims.count(ours._batcher) > 2
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(THERE, reason="graphs that the test can count are those of a CPU")
 def test_a_sequence_with_images_leaves_others_in_their_graph(tmp_path: Path) -> None:
     plain, ours = samplers(vision_models.make(tmp_path, "qwen3_vl"), (), 4)
