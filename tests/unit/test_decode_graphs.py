@@ -143,6 +143,21 @@ def test_prompts_leave_decoding_rows_in_their_graph(shape: ModelShape) -> None:
 
 
 @pytest.mark.matrix(1)
+def test_more_adapters_than_a_graph_has_room_for_run_without_one(
+    shape: ModelShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_graphs, "EXTRA_BLOCKS", 0)
+    plain, ours = samplers(shape, (4, 4, 4), 4)
+    samples = [make_sample(str(i), make_prompt(5 + i, i), PARAMS, version_id=str(i)) for i in range(3)]
+    expected, results = run(plain, *samples), run(ours, *samples)
+    for sample in samples:
+        assert_same(results[sample.request_id], expected[sample.request_id], atol=3e-4)
+    assert ours.cache_use().uncaptured_steps.keys() == {"many adapters"}
+    assert ours._graphs is not None
+    assert not any(key.layout_ids for key in ours._graphs._steps), "none is captured before its first forward"
+
+
+@pytest.mark.matrix(1)
 def test_sequences_that_were_preempted_read_their_new_blocks(
     shape: ModelShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -221,8 +221,8 @@ class Reconciler:
                 self._parts.wake_job(job.job_id)
             return
         if job.rows_ok + job.rows_failed != batch.completed + batch.failed:
-            committed = jobs.iter_committed_batches(job.job_id)
-            completed = sum(done.parts[0]["rows"] for done in committed if done.parts)
+            part_lists = (committed.parts for committed in jobs.iter_committed_batches(job.job_id))
+            completed = sum(parts[0]["rows"] for parts in part_lists if parts)
             failed = max(job.rows_ok + job.rows_failed - completed, 0)
             batches.move(batch, (batch.status,), completed=completed, failed=failed)
         if job.status == "CANCELLING":  # cancelled as a bulk job

@@ -213,6 +213,8 @@ class DecodeGraphs:
         is_new = key not in self._steps
         step = self._open_step(key, layouts) if is_new else self._steps[key]
         if not step.host_inputs.set_adapters(lora_batch, layouts):
+            if is_new:
+                del self._steps[key]
             return self._refuse("many adapters")
         step.host_inputs.set_rows(starts, blocks, self._cache.block_size)
         if recurrence is not None:

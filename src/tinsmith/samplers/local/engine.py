@@ -443,13 +443,13 @@ class LocalSampler:
         if self._graphs is None:
             return self._forward_spans(spans)
         decoding: list[TokenSpan] = []
-        others: list[TokenSpan] = []
+        ungraphed: list[TokenSpan] = []
         for span in spans:
             is_single = span.start > 0 and span.stop - span.start == 1
-            (decoding if is_single and span.sequence.request.image_input is None else others).append(span)
+            (decoding if is_single and span.sequence.request.image_input is None else ungraphed).append(span)
         # Prompts last: without rows to sample from they have a row that no span counts.
         parts = [self._forward_decoding(decoding)] if decoding else []
-        parts += [self._forward_spans(others)] if others else []
+        parts += [self._forward_spans(ungraphed)] if ungraphed else []
         counted_spans = [counted for counted_part, _ in parts for counted in counted_part]
         return counted_spans, parts[0][1] if len(parts) == 1 else torch.cat([hidden_TD for _, hidden_TD in parts])
 
