@@ -142,7 +142,7 @@ def test_prompts_leave_decoding_rows_in_their_graph(shape: ModelShape) -> None:
     assert ours.cache_use().uncaptured_steps.keys() <= {"first of its kind"}
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.extended
 def test_more_adapters_than_a_graph_has_room_for_run_without_one(
     shape: ModelShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
