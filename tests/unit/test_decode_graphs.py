@@ -53,7 +53,7 @@ class Uncaptured(DecodeGraphs):
 
 
 class Replay:
-    """Stands for a step's graph."""
+    """In place of a CUDA graph: computes its step again."""
 
     def __init__(self, graphs: DecodeGraphs, key: _Key, step: _Step) -> None:
         self._graphs, self._key, self._step = graphs, key, step

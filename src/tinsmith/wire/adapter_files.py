@@ -193,8 +193,8 @@ def read_adapter(
 ) -> AdapterInfo:
     """Raises UserError if the directory is not a LoRA adapter or has an unsupported setting; with `plain`, also if
     engines cannot load it without a rewrite, that is, unless its patterns are of our own checkpoints with `multiples`.
-    `head` is the linear that Tinker's name of the unembedding stands for. `stacked`: matrices may have three
-    dimensions, as those of experts in Tinker's exports.
+    `head`: the name of the base model's unembedding, which replaces Tinker's name for it. With `stacked`, matrices may
+    have three dimensions, as those of experts in Tinker's exports.
     """
     config = _read_config(directory)
     is_ours = plain and _is_ours(config, multiples)

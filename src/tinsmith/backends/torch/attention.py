@@ -275,13 +275,12 @@ class PackedCausal:
             return None
         key = length if visible_nL is None else group.starts, window
         if key not in self._masks:
-            self._masks[key] = (
-                causal_mask(length, window, q_THD)
-                if visible_nL is None
-                else visibility_mask(
-                    torch.arange(length, device=q_THD.device)[None], length, window, q_THD.dtype, visible_nL
-                )
-            )
+            if visible_nL is None:
+                mask = causal_mask(length, window, q_THD)
+            else:
+                cell_1L = torch.arange(length, device=q_THD.device)[None]
+                mask = visibility_mask(cell_1L, length, window, q_THD.dtype, visible_nL)
+            self._masks[key] = mask
         return self._masks[key]
 
 

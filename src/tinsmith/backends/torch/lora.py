@@ -137,16 +137,21 @@ class DeviceLoRABatch(LoRABatch):
 
                 add_deltas_(y_TO, x_TI, blocks_B4, *tables, layout.rank, BLOCK_ROWS)
 
+    def list_layouts(self) -> list[Layout]:
+        """The adapters' layouts, each once."""
+        return list({id(s.layout): s.layout for s in self.segments if s.layout is not None}.values())
+
+    def list_row_blocks(self, layout: Layout) -> list[tuple[int, int, int, int]]:
+        """The blocks of rows whose adapters have this layout."""
+        return [block for segment in self.segments if segment.layout is layout for block in list_row_blocks(segment)]
+
     def _upload_row_blocks(self, device: torch.device) -> list[tuple[Layout, Tensor]]:
-        layouts = {id(adapter.layout): adapter.layout for _, _, adapter in self.segments if adapter is not None}
-        blocks_by_layout = [
-            [block for segment in self.segments if segment.layout is layout for block in list_row_blocks(segment)]
-            for layout in layouts.values()
-        ]
+        layouts = self.list_layouts()
+        blocks_by_layout = [self.list_row_blocks(layout) for layout in layouts]
         if not blocks_by_layout:
             return []
         blocks_B4 = upload(np.array([block for blocks in blocks_by_layout for block in blocks], np.int64), device)
-        return list(zip(layouts.values(), blocks_B4.split([len(blocks) for blocks in blocks_by_layout]), strict=True))
+        return list(zip(layouts, blocks_B4.split([len(blocks) for blocks in blocks_by_layout]), strict=True))
 
 
 class LoRADelta:

@@ -32,7 +32,7 @@ from tinsmith.backends.torch.adapters import Layout
 from tinsmith.backends.torch.attention import AttentionOptions, Mixer
 from tinsmith.backends.torch.host import upload
 from tinsmith.backends.torch.lora import DeviceLoRABatch
-from tinsmith.backends.torch.lora_batch import BLOCK_ROWS, Segment, list_row_blocks
+from tinsmith.backends.torch.lora_batch import BLOCK_ROWS, Segment
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.samplers.local.kv_cache import KVCache
 from tinsmith.samplers.local.state_pool import StatePool
@@ -91,8 +91,7 @@ class _HostInputs:
             return True
         self._lora_batch = None
         for blocks_B4, layout in zip(self._blocks_LB4, layouts, strict=True):
-            segments = [segment for segment in lora_batch.segments if segment.layout is layout]
-            blocks = [block for segment in segments for block in list_row_blocks(segment)]
+            blocks = lora_batch.list_row_blocks(layout)
             if len(blocks) > len(blocks_B4):
                 return False
             blocks_B4[: len(blocks)] = blocks
@@ -180,7 +179,7 @@ class DecodeGraphs:
         try:
             for num_rows in sorted((size for size in CAPTURE_ROWS if size < 2 * max_rows), reverse=True):
                 key = _Key(num_rows, MIN_TABLE_WIDTH, ())
-                step = self._open_step(key, ())
+                step = self._steps[key] = self._make_step(key, ())
                 self._forward(key, step)
                 if not self._capture(key, step):
                     return
@@ -203,18 +202,15 @@ class DecodeGraphs:
         if self._paused_steps:
             self._paused_steps -= 1
             return self._refuse("capture failed")
-        layouts = list({id(s.layout): s.layout for s in lora_batch.segments if s.layout is not None}.values())
-        layouts.sort(key=id)
+        layouts = sorted(lora_batch.list_layouts(), key=id)
         if len(starts) > CAPTURE_ROWS[-1]:
             return self._refuse("many rows")
         if len(layouts) > MAX_LAYOUTS:
             return self._refuse("many layouts")
         key = _key(len(starts), max(map(len, blocks)), layouts)
         is_new = key not in self._steps
-        step = self._open_step(key, layouts) if is_new else self._steps[key]
+        step = self._make_step(key, layouts) if is_new else self._steps[key]
         if not step.host_inputs.set_adapters(lora_batch, layouts):
-            if is_new:
-                del self._steps[key]
             return self._refuse("many adapters")
         step.host_inputs.set_rows(starts, blocks, self._cache.block_size)
         if recurrence is not None:
@@ -222,6 +218,7 @@ class DecodeGraphs:
         step.inputs.copy_(upload(step.host_inputs.buffer, self._base.device))
         step.tokens_n[: len(starts)].copy_(tokens_T)
         if is_new:
+            self._steps[key] = step
             self._refuse("first of its kind")
             return self._forward(key, step)[: len(starts)]
         if step.graph is None and not self._capture(key, step):
@@ -233,13 +230,12 @@ class DecodeGraphs:
     def _refuse(self, reason: str) -> None:
         self.uncaptured_steps[reason] += 1
 
-    def _open_step(self, key: _Key, layouts: Sequence[Layout]) -> _Step:
+    def _make_step(self, key: _Key, layouts: Sequence[Layout]) -> _Step:
         """With inputs of padding rows alone."""
         host_inputs = _HostInputs(key)
         tokens_n = torch.zeros(key.num_rows, dtype=torch.int64, device=self._base.device)
         inputs = upload(host_inputs.buffer.copy(), self._base.device)
-        step = self._steps[key] = _Step(layouts, host_inputs, tokens_n, inputs)
-        return step
+        return _Step(layouts, host_inputs, tokens_n, inputs)
 
     def _forward(self, key: _Key, step: _Step) -> Tensor:
         """[n, D]"""

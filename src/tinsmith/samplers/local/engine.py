@@ -410,12 +410,11 @@ class LocalSampler:
 
     def _advance(self, spans: Seq[TokenSpan], recurrence: Recurrence | None) -> None:
         """Advance the spans, with their states, and store snapshots at their cuts."""
-        if recurrence is not None:
-            for span, state in zip(spans, recurrence.final_states, strict=True):
-                span.sequence.state = state
         self._batcher.advance(spans)
         if recurrence is None:
             return
+        for span, state in zip(spans, recurrence.final_states, strict=True):
+            span.sequence.state = state
         for span, states in zip(spans, recurrence.cut_states, strict=True):
             inside = cuts_between(span.start, span.stop, span.sequence.cuts)
             for cut, state in zip(inside, states, strict=True):
