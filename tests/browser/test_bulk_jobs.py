@@ -84,7 +84,7 @@ def test_a_job_without_rows_has_no_sections_of_zeros(browser: Browser) -> None:
     counts = {"total_rows": 0, "rows_ok": 0, "rows_failed": 0, "batch_total_batches": 0, "batch_completed_batches": 0}
     outputs = [{"path": "none.jsonl", "rows": 0, "bytes": 0}]
     text = job_page_text(browser, JOB | counts | {"status": "SUCCEEDED", "error": None, "outputs": outputs}, [], [])
-    assert browser.all("h2") and [element.text for element in browser.all("h2")] == ["Outputs"]
+    assert browser.all("h2") and browser.texts("h2") == ["Outputs"]
     assert "no batches" in text and "not counted" not in text and "0 done" not in text
 
 

@@ -62,7 +62,7 @@ def test_key_metrics_are_those_of_the_kind_of_loss_and_the_others_stand_by_prefi
         "env/all/reward/total", "env/all/ac_tokens_per_turn", "env/all/by_group/frac_mixed", "optim/entropy",
         "optim/kl_sample_train_v2",
     ]  # fmt: skip
-    sections = [one.text.partition(" (")[0] for one in page.all(".metric-group h2")]
+    sections = [text.partition(" (")[0] for text in page.texts(".metric-group h2")]
     assert sections == ["Key metrics", "env/code", "env/math", "progress", "time"]
     page.click(".metric-group > summary", "progress")
     page.until(lambda: titles(page, "progress") == ["progress/batch"], "the section")
@@ -132,30 +132,30 @@ def finished(directory: Path, pattern: str) -> list[Path]:
 
 
 def test_the_options_of_all_charts_are_in_the_address(page: Browser) -> None:
-    page.one("#log").click()
+    page.click("#log")
     page.driver.execute_script(
         "const one = document.getElementById('smooth'); one.value = 0.6; one.dispatchEvent(new Event('input'))"
     )
-    page.one("#search").send_keys("reward")
+    page.type("#search", "reward")
     page.until(lambda: titles(page) == ["env/all/reward/total"], "the match")
     page.driver.execute_script("sessionStorage.removeItem('tinsmith.view')")
     reload(page)
-    assert titles(page) == ["env/all/reward/total"] and page.one("#log").is_selected()
-    assert page.one("#smooth").get_attribute("value") == "0.6"
+    assert titles(page) == ["env/all/reward/total"] and page.is_selected("#log")
+    assert page.attribute("#smooth", "value") == "0.6"
     page.driver.execute_script("sessionStorage.removeItem('tinsmith.view')")
 
 
 def test_filters_and_pages_of_other_lists_are_in_the_address(alice: Site, browser: Browser) -> None:
     browser.open("sessions", "Sessions")
-    browser.one("#search").send_keys("quotes")
+    browser.type("#search", "quotes")
     browser.until(lambda: "search=quotes" in browser.driver.current_url, "the address")
     browser.driver.refresh()
     browser.until(lambda: len(browser.all("tbody tr")) == 1, "the session")
     browser.open("samples?sort=length&order=asc&text=hello", "Samples")
     browser.until(lambda: browser.all(".opener"), "the samples")
-    assert browser.one("#search").get_attribute("value") == "hello"
-    browser.one("#sort").send_keys("Step")
+    assert browser.attribute("#search", "value") == "hello"
+    browser.type("#sort", "Step")
     browser.until(lambda: "sort=step" in browser.driver.current_url, "the address")
     browser.driver.refresh()
-    browser.until(lambda: browser.one("#sort").get_attribute("value") == "step", "the order")
+    browser.until(lambda: browser.attribute("#sort", "value") == "step", "the order")
     assert browser.text(".filters button") == "Lowest first"

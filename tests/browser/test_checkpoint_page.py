@@ -157,11 +157,11 @@ def test_an_upload_that_fails_says_why_and_starts_again_with_a_new_token(alice: 
     browser.open(f"checkpoints/{alice.checkpoints[0].removeprefix('tinker://')}", "Checkpoint first")
     browser.click("button", "Upload to the hub first")
     browser.until(lambda: browser.all("dialog[open] #repository"), "the question")
-    browser.one("dialog #repository").send_keys("someone/adapter")
+    browser.type("dialog #repository", "someone/adapter")
     browser.driver.execute_script("document.querySelector('dialog #form').value = 'adapter'")
     browser.click("dialog button", "Upload")
     assert browser.all("dialog[open]"), "a token is required"
-    browser.one("dialog #token").send_keys("hf_typed")
+    browser.type("dialog #token", "hf_typed")
     browser.click("dialog button", "Upload")
     browser.until(lambda: browser.text(".job-card .state") == "failed", "its end")
     assert "HF_HUB_OFFLINE" in browser.text(".job-card .warning")

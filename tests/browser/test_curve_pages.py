@@ -158,7 +158,7 @@ def test_a_chart_that_fails_fails_alone(alice: Site, browser: Browser) -> None:
     """)
     browser.driver.execute_script("location.hash = arguments[0]", f"#/runs/{alice.run}")
     browser.until(lambda: len(browser.all("figure.curve")) > 5, "the curves")
-    warnings = browser.until(lambda: [element.text for element in browser.all("figure.curve .warning")], "what failed")
+    warnings = browser.until(lambda: browser.texts("figure.curve .warning"), "what failed")
     reasons = ["This chart cannot be drawn: Invalid array length", "This chart cannot be drawn: no room"]
     assert warnings == reasons
     assert len(browser.all("figure.curve canvas")) == len(browser.all("figure.curve")) - 2
@@ -207,10 +207,11 @@ def test_curves_grow_on_an_open_page(alice: Site, browser: Browser) -> None:
     browser.until(lambda: latest("Loss per token").endswith(f"at step {steps + 2}"), "the new step")
     browser.until(lambda: latest("reward").endswith(f"at step {steps + 2}"), "the new reward")
     assert latest("Loss per token") != before
-    figure = browser.one("figure.curve")
-    assert "values up to step" in (figure.find_element("css selector", "[role=img]").get_attribute("aria-label") or "")
-    figure.find_element("css selector", "summary").click()
-    browser.until(lambda: len(figure.find_elements("css selector", "tbody tr")) == steps + 2, "the numbers")
+    assert "values up to step" in (browser.attribute("figure.curve [role=img]", "aria-label") or "")
+    browser.click("figure.curve summary")
+    browser.until(
+        lambda: len(browser.one("figure.curve").find_elements("css selector", "tbody tr")) == steps + 2, "the numbers"
+    )
 
 
 def test_a_band_smoothing_a_log_scale_and_files_of_the_curves(alice: Site, browser: Browser) -> None:
@@ -221,9 +222,9 @@ def test_a_band_smoothing_a_log_scale_and_files_of_the_curves(alice: Site, brows
     browser.until(lambda: "spread" in browser.driver.execute_script(f"return {names_script}"), "the curve")
     assert not [name for name in browser.driver.execute_script(f"return {names_script}") if ":p" in name], "in its band"
     for selector in ("#log", "#time"):
-        browser.one(selector).click()
+        browser.click(selector)
         browser.until(lambda: browser.all("figure.curve canvas") and not browser.all("main .warning"), "the curves")
-        browser.one(selector).click()
+        browser.click(selector)
     browser.driver.execute_script(
         "const smooth = document.getElementById('smooth'); smooth.value = 0.9; smooth.dispatchEvent(new Event('input'))"
     )
@@ -260,8 +261,8 @@ def test_many_metrics_stand_in_groups_that_open_and_a_search_finds_one(alice: Si
     browser.click(".metric-group > summary", "time (")
     browser.until(lambda: len(titles()) == len(key_titles) + 40, "the group")
     assert len(browser.all("figure.curve canvas")) == len(titles()), "only these are drawn"
-    browser.one("#search").send_keys("score7")
+    browser.type("#search", "score7")
     browser.until(lambda: titles() == ["env/all/score7"], "the match")
-    browser.one("#search").send_keys(Keys.CONTROL, "a")
-    browser.one("#search").send_keys(Keys.DELETE)
+    browser.type("#search", Keys.CONTROL, "a")
+    browser.type("#search", Keys.DELETE)
     browser.until(lambda: len(titles()) == len(key_titles) + 40, "the groups as they were")

@@ -30,9 +30,9 @@ def test_a_key_is_asked_for_once_and_kept_in_the_tab_only(alice: Site, chromium:
     browser.driver.get("about:blank")
     browser.open("runs", "Sign in")
     assert browser.driver.switch_to.active_element.get_attribute("id") == "key"
-    browser.one("#key").send_keys("tml-wrong", Keys.ENTER)
+    browser.type("#key", "tml-wrong", Keys.ENTER)
     browser.until(lambda: "rejected the key" in browser.text("main"), "a refusal")
-    browser.one("#key").send_keys(alice.key, Keys.ENTER)
+    browser.type("#key", alice.key, Keys.ENTER)
     browser.until(lambda: browser.text("h1") == "Runs", "the page that was asked for")
     assert browser.text("#tenant") == "alice"
     browser.driver.refresh()
@@ -121,7 +121,7 @@ def test_everything_is_reached_with_the_keyboard(browser: Browser) -> None:
     browser.until(lambda: browser.text("h1") == "Runs", "the page")
     # The heading appears before the content; it has the focus once both are shown.
     browser.until(lambda: browser.driver.switch_to.active_element.text == "Runs", "focus at the new page's heading")
-    assert browser.one("nav#nav a[aria-current=page]").text == "Runs"
+    assert browser.text("nav#nav a[aria-current=page]") == "Runs"
 
 
 def test_keys_lead_to_pages_and_to_the_search(browser: Browser) -> None:
@@ -129,11 +129,11 @@ def test_keys_lead_to_pages_and_to_the_search(browser: Browser) -> None:
     body = browser.one("body")
     body.send_keys("g", "r")
     browser.until(lambda: browser.text("h1") == "Runs" and browser.all("#search"), "the runs")
-    browser.one("h1").send_keys("/")
-    browser.one("#search").send_keys("gs/?")
-    assert browser.one("#search").get_attribute("value") == "gs/?", "a field keeps its keys"
+    browser.type("h1", "/")
+    browser.type("#search", "gs/?")
+    assert browser.attribute("#search", "value") == "gs/?", "a field keeps its keys"
     browser.driver.execute_script("document.activeElement.blur()")
-    browser.one("body").send_keys("?")
+    browser.type("body", "?")
     browser.until(lambda: "Search on this page" in browser.text("dialog"), "the list of keys")
     browser.driver.switch_to.active_element.send_keys(Keys.ESCAPE)
     browser.until(lambda: not browser.all("dialog"), "its end")
@@ -145,8 +145,8 @@ def test_a_key_that_ends_says_so(alice: Site, browser: Browser) -> None:
     browser.driver.execute_script("sessionStorage.setItem('tinsmith.key', 'tml-revoked')")
     browser.driver.execute_script("location.hash = '#/runs'")
     browser.until(lambda: browser.text("h1") == "The key is no longer valid", "the question")
-    assert "expired or been revoked" in browser.text("main .warning") and not browser.one("#strip").is_displayed()
-    browser.one("#key").send_keys(alice.key, Keys.ENTER)
+    assert "expired or been revoked" in browser.text("main .warning") and not browser.is_displayed("#strip")
+    browser.type("#key", alice.key, Keys.ENTER)
     browser.until(lambda: browser.text("h1") == "Runs", "the page")
     assert all("401" in complaint for complaint in browser.complaints())
 
@@ -173,16 +173,16 @@ def test_a_narrow_screen_has_a_menu_and_cards_and_no_barriers(browser: Browser) 
     try:
         browser.open("checkpoints", "Checkpoints")
         browser.until(lambda: rows(browser), "the checkpoints")
-        assert not browser.one("#nav").is_displayed()
+        assert not browser.is_displayed("#nav")
         assert not Axe().run(browser.driver)["violations"]
         browser.click("#menu")
-        assert browser.one("#nav").is_displayed()
-        browser.one("#menu").send_keys(Keys.ESCAPE)
-        assert not browser.one("#nav").is_displayed()
+        assert browser.is_displayed("#nav")
+        browser.type("#menu", Keys.ESCAPE)
+        assert not browser.is_displayed("#nav")
         browser.click("#menu")
         browser.click("nav#nav a", "Runs")
         browser.until(lambda: browser.text("h1") == "Runs", "the page")
-        assert not browser.one("#nav").is_displayed()
+        assert not browser.is_displayed("#nav")
     finally:
         browser.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
@@ -238,7 +238,7 @@ def test_the_question_for_a_key_has_no_word_that_is_not_meant(alice: Site, brows
     browser.driver.execute_script("sessionStorage.clear()")
     browser.driver.get("about:blank")
     browser.open("runs", "Sign in")
-    assert [element.text for element in browser.all("main > *")][1].startswith("API key")
+    assert browser.texts("main > *")[1].startswith("API key")
     assert said_of_nothing(browser) == []
     assert all("401" in complaint for complaint in browser.complaints())
 
@@ -263,8 +263,8 @@ def test_missing_values_are_shown_as_a_dash(alice: Site, browser: Browser, how: 
 def test_runs_are_named_and_stand_side_by_side(alice: Site, browser: Browser) -> None:
     browser.open(f"runs/{alice.run}", "Run ")
     browser.click("button", "Edit the name")
-    browser.one("#name").send_keys("lesson")
-    browser.one("#tags").send_keys("hello, short")
+    browser.type("#name", "lesson")
+    browser.type("#tags", "hello, short")
     browser.click("dialog button", "Save")
     browser.until(lambda: browser.text("h1") == "Run lesson", "the name")
     try:
@@ -310,14 +310,14 @@ def test_a_thousand_runs_are_searched_sorted_and_paged(alice: Site, browser: Bro
         browser.click(".pager button", "Next")
         browser.until(lambda: "51 to 100 of 1,002" in browser.text(".pager"), "the second page")
         browser.click("button.sort", "Rank")
-        browser.until(lambda: browser.one("th[aria-sort=descending]").text.startswith("Rank"), "the order")
+        browser.until(lambda: browser.text("th[aria-sort=descending]").startswith("Rank"), "the order")
         browser.until(lambda: "200" in rows(browser)[0], "the highest rank")
         assert "1 to 50" in browser.text(".pager")
         browser.click("button.sort", "Rank")
-        browser.until(lambda: browser.one("th[aria-sort=ascending]").text.startswith("Rank"), "the other order")
-        browser.one("#search").send_keys("many:train:777")
+        browser.until(lambda: browser.text("th[aria-sort=ascending]").startswith("Rank"), "the other order")
+        browser.type("#search", "many:train:777")
         browser.until(lambda: "1 to 1 of 1" in browser.text(".pager"), "the one run")
-        assert browser.one("tbody a").get_attribute("title") == "many:train:777" and "finished" in rows(browser)[0]
+        assert browser.attribute("tbody a", "title") == "many:train:777" and "finished" in rows(browser)[0]
     finally:
         with database.write() as connection:
             connection.execute(MODELS.delete().where(MODELS.c.model_id.startswith("many:")))
@@ -327,7 +327,7 @@ def test_a_thousand_runs_are_searched_sorted_and_paged(alice: Site, browser: Bro
 def test_a_session_leads_to_its_runs(alice: Site, browser: Browser) -> None:
     browser.open("sessions", "Sessions")
     browser.until(lambda: len(rows(browser)) >= 2 and STRANGE_NAME in browser.text("tbody"), "the sessions")
-    browser.one("#search").send_keys("quotes img")
+    browser.type("#search", "quotes img")
     browser.until(lambda: len(rows(browser)) == 1, "the one that has these words")
     browser.click("tbody a")
     browser.until(lambda: browser.text("h1").startswith("Session "), "the session")
@@ -411,9 +411,9 @@ def test_a_sample_is_shown_as_the_conversation_that_it_ended(alice: Site, browse
     browser.open(f"samples/{alice.sample}", "Sample ")
     browser.until(lambda: "Turn 2 of 2" in browser.text("main"), "both turns")
     assert len(browser.all(".turn.sampled")) == 2
-    first = browser.one("section:nth-of-type(1)").text
+    first = browser.text("section:nth-of-type(1)")
     assert "Say hello." in first and "hello" in first
-    second = browser.one("section:nth-of-type(2)").text
+    second = browser.text("section:nth-of-type(2)")
     assert "Once more." in second and "hello" not in second.partition("Once more.")[0]
     assert browser.all(".turn.sampled .token.p0, .turn.sampled .token.p1")
 

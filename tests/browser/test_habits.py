@@ -112,7 +112,7 @@ def test_nothing_overflows_a_conversation_or_a_dialog(alice: Site, browser: Brow
         )
         browser.click(".definitions summary")
         browser.click("button", "Insert an example")
-        browser.one("#prompt").send_keys("x" * 300)
+        browser.type("#prompt", "x" * 300)
         browser.click("button.primary", "Send")
         browser.until(lambda: browser.all(".results"), "the call")
         assert find_overflows(browser) == {}
@@ -150,7 +150,7 @@ def test_lines_have_a_button_that_copies_them_and_the_merge_names_the_checkpoint
     browser.open(f"checkpoints/{alice.checkpoints[1].removeprefix('tinker://')}", "Checkpoint answers")
     browser.click("button", "Use answers")
     browser.until(lambda: browser.all("dialog .snippet-box"), "the lines")
-    titles = [title.text for title in browser.all("dialog h3")]
+    titles = browser.texts("dialog h3")
     assert titles[0] == "Sample" and "Continue training" not in titles, "it has no optimizer state"
     lines = copied_text(browser, "Copy the lines: Merge into the base model").split("\n")
     assert lines[0].startswith(f"export TINKER_BASE_URL={alice.server.url}")
@@ -162,7 +162,7 @@ def test_the_keys_are_listed_by_a_button_and_the_focus_comes_back(browser: Brows
     browser.open("overview", "Overview")
     browser.click("#shortcuts")
     browser.until(lambda: "Search on this page" in browser.text("dialog"), "the list of keys")
-    assert [button.text for button in browser.all("dialog .actions button")] == ["Close"]
+    assert browser.texts("dialog .actions button") == ["Close"]
     browser.driver.switch_to.active_element.send_keys(Keys.ESCAPE)
     browser.until(lambda: not browser.all("dialog"), "its end")
     assert browser.driver.switch_to.active_element.get_attribute("id") == "shortcuts"
@@ -170,17 +170,17 @@ def test_the_keys_are_listed_by_a_button_and_the_focus_comes_back(browser: Brows
 
 def test_checkpoints_are_searched_and_the_words_are_in_the_address(alice: Site, browser: Browser) -> None:
     def names() -> list[str]:
-        return [name.text.split()[0] for name in browser.all("tbody th > span")]
+        return [name.split()[0] for name in browser.texts("tbody th > span")]
 
     browser.driver.get("about:blank")
     browser.open("checkpoints", "Checkpoints")
     browser.until(lambda: {"first", "answers"} <= set(names()), "both")
-    browser.one("#search").send_keys(f"{alice.run} ANSW")
+    browser.type("#search", f"{alice.run} ANSW")
     browser.until(lambda: names() == ["answers"], "one")
     assert "search=" in browser.driver.current_url
     assert re.search(r"reward 0\.\d+\s+loss per token \d", browser.text("tbody tr")), "the metrics of its step"
     assert f"\n{8}" in browser.text("tbody tr") or " 8 " in browser.text("tbody tr")
-    browser.one("#search").send_keys("nothing")
+    browser.type("#search", "nothing")
     browser.until(lambda: "No checkpoint has all of these words" in browser.text("main"), "none")
 
 

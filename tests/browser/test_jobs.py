@@ -29,16 +29,16 @@ def test_a_job_shows_stages_first_rows_and_kinds_of_errors(
     metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
     browser.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     open_job(alice, browser)
-    headings = [heading.text for heading in browser.all("main h2")]
+    headings = browser.texts("main h2")
     assert headings[:3] == ["Stages", "Outputs", "Failed rows"]
-    stage = browser.one("[aria-label='Stages'] tbody tr").text
+    stage = browser.text("[aria-label='Stages'] tbody tr")
     assert "the service" in stage and "5" in stage and "4" in stage
     browser.click("summary", "First rows of greetings.jsonl")
     browser.until(lambda: browser.all("[aria-label='First rows of output 0'] tbody tr"), "the first rows")
-    rows = browser.all("[aria-label='First rows of output 0'] tbody tr")
-    assert len(rows) == 4 and "Say hello." in rows[0].text
-    kind = browser.one("[aria-label='Errors by kind'] tbody tr")
-    assert kind.text.startswith("1") and "Row 4" in kind.text
+    rows = browser.texts("[aria-label='First rows of output 0'] tbody tr")
+    assert len(rows) == 4 and "Say hello." in rows[0]
+    kind = browser.text("[aria-label='Errors by kind'] tbody tr")
+    assert kind.startswith("1") and "Row 4" in kind
     wide = browser.driver.execute_script(
         "return [...document.querySelectorAll('main *')].filter((element) => !element.closest('.scroll') && "
         "element.getBoundingClientRect().right > innerWidth + 1).map((element) => element.outerHTML.slice(0, 80))"

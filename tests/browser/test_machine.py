@@ -59,12 +59,12 @@ def open_machine(browser: Browser, address: str = "machine") -> None:
 def test_the_page_fits_and_is_drawn(browser: Browser, width: int, height: int) -> None:
     resize(browser, width, height)
     open_machine(browser)
-    titles = [element.text for element in browser.all("figcaption .name")]
+    titles = browser.texts("figcaption .name")
     assert titles[:4] == [
         "Trained tokens per second", "Sampled tokens per second", "Memory of the engines (GiB)", "Utilisation (%)",
     ]  # fmt: skip
     assert "Time of org/large (%)" in titles
-    assert "yours" in browser.all("figure.curve")[1].text, "not all tenants' samples"
+    assert "yours" in browser.texts("figure.curve")[1], "not all tenants' samples"
     wide = browser.driver.execute_script(
         "return [...document.querySelectorAll('main *')].filter((element) => !element.closest('.scroll, svg') && "
         "element.getBoundingClientRect().right > innerWidth + 1).map((element) => element.outerHTML.slice(0, 80))"
@@ -83,10 +83,9 @@ def test_the_page_fits_and_is_drawn(browser: Browser, width: int, height: int) -
 @pytest.mark.usefixtures("history")
 def test_the_span_is_in_the_address_and_gaps_stay_gaps(browser: Browser) -> None:
     open_machine(browser, "machine?span=month")
-    assert browser.one("#span").get_attribute("value") == "month"
+    assert browser.attribute("#span", "value") == "month"
     browser.click("figure.curve summary")
-    rows = browser.until(lambda: browser.all("figure.curve table tbody tr"), "the numbers")
-    texts = [row.text for row in rows]
+    texts = browser.until(lambda: browser.texts("figure.curve table tbody tr"), "the numbers")
     assert all(text[2] == "-" for text in texts) and any(text.endswith(" -") for text in texts), texts[:5]
     browser.driver.execute_script(
         "const select = document.getElementById('span'); select.value = 'hour';"
@@ -94,11 +93,11 @@ def test_the_span_is_in_the_address_and_gaps_stay_gaps(browser: Browser) -> None
     )
     browser.until(lambda: "span=" not in browser.driver.current_url, "the default has no place in the address")
     browser.until(lambda: len(browser.all("figure.curve canvas")) == 4, "the charts")
-    label = browser.one("figure.curve .plot").get_attribute("aria-label") or ""
+    label = browser.attribute("figure.curve .plot", "aria-label") or ""
     assert "org/large" in label and BASE in label
     assert not browser.all("section table"), "only operators see tenants"
     open_machine(browser, "machine?span=never")
-    assert browser.one("#span").get_attribute("value") == "hour"
+    assert browser.attribute("#span", "value") == "hour"
 
 
 @pytest.mark.usefixtures("history")
@@ -117,15 +116,15 @@ def test_operators_see_the_tenants(browser: Browser) -> None:
         location.hash = "#/machine";
         """
     )
-    row = browser.until(lambda: browser.all("section tbody tr"), "the tenants")[0]
-    assert [cell.text for cell in row.find_elements("css selector", "th, td")] == [
+    browser.until(lambda: browser.all("section tbody tr"), "the tenants")
+    assert browser.texts("section tbody tr:first-child > *") == [
         "<b>bob",
         "1,234",
         "75 %",
         "5",
         "100 %",
     ]
-    assert "yours" not in browser.all("figure.curve")[1].text
+    assert "yours" not in browser.texts("figure.curve")[1]
 
 
 ONE_PERIOD = """

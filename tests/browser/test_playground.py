@@ -67,9 +67,9 @@ def test_models_converse_side_by_side_over_several_turns(alice: Site, browser: B
     send(browser, "Say hello.")
     assert "hello" in browser.text(f"{SECOND} .message.assistant .text"), "the second model was trained to say it"
     send(browser, "Say yes.")
-    first_turns = [turn.text.split("\n")[0].split()[0] for turn in browser.all(".column:nth-child(1) .message")]
+    first_turns = [turn.split()[0] for turn in browser.texts(".column:nth-child(1) .message")]
     assert first_turns == ["user", "assistant"] * 2
-    about = [element.text for element in browser.all(".column:nth-child(1) .about")]
+    about = browser.texts(".column:nth-child(1) .about")
     prompt_tokens = [int(text.split()[0]) for text in about]
     assert prompt_tokens[1] > prompt_tokens[0] + 8, "the second prompt has the first turn"
     browser.click(f"{SECOND} button", "Undo")
@@ -101,7 +101,7 @@ def test_what_is_done_during_the_answers_loses_and_repeats_nothing(browser: Brow
 def test_tokens_of_an_answer_have_alternatives(browser: Browser) -> None:
     open_playground(browser)
     send(browser, "Say hello.")
-    browser.one(f"{SECOND} .tokens").send_keys(Keys.ARROW_RIGHT)
+    browser.type(f"{SECOND} .tokens", Keys.ARROW_RIGHT)
     described = browser.until(lambda: browser.text(f"{SECOND} .said"), "words")
     assert "logprob" in described and "most likely" in described
     token = browser.one(f"{SECOND} .token.chosen")
@@ -129,11 +129,11 @@ def test_a_tool_is_called_and_its_result_continues_the_conversation(alice: Site,
     assert browser.text(".message.assistant .part.tool p") == "calls weather"
     arguments = json.loads(browser.text(".message.assistant .part.tool pre"))
     assert set(arguments) == {"city"}
-    browser.one("#prompt").send_keys("And now?")
+    browser.type("#prompt", "And now?")
     browser.click("button.primary", "Send")
     browser.until(lambda: "waits for the results" in browser.text("#news"), "the refusal of another message")
     browser.driver.execute_script("document.getElementById('tool_choice').value = 'none'")
-    browser.one("#result1-0").send_keys("sunny")
+    browser.type("#result1-0", "sunny")
     browser.click(".results button", "Send the result")
     browser.until(lambda: len(browser.all(".message.assistant .about")) == 2, "the answer to the result")
     assert browser.driver.switch_to.active_element.get_attribute("aria-label") == "Conversation 1", "the focus stays"
@@ -162,22 +162,22 @@ def test_a_tool_is_called_and_its_result_continues_the_conversation(alice: Site,
 def test_wrong_tools_are_refused_before_anything_is_sent(browser: Browser, tools: str, words: str) -> None:
     open_playground(browser)
     browser.click(".definitions summary")
-    browser.one("#tools").send_keys(tools)
+    browser.type("#tools", tools)
     browser.click("button.primary", "Send")
     browser.until(lambda: words in browser.text("#news"), "the reason")
     assert not browser.all(".message")
-    assert browser.one("#prompt").get_attribute("value") == "Say hello.", "the message stays"
+    assert browser.attribute("#prompt", "value") == "Say hello.", "the message stays"
 
 
 def test_a_saved_conversation_trains_a_model(alice: Site, browser: Browser) -> None:
     open_playground(browser)
-    browser.one("#system").send_keys("Be kind.")
+    browser.type("#system", "Be kind.")
     send(browser, "Say hello.")
-    browser.one("#system").send_keys(" Be brief.")
-    browser.one("#prompt").send_keys("Say yes.")
+    browser.type("#system", " Be brief.")
+    browser.type("#prompt", "Say yes.")
     browser.click("button.primary", "Send")
     browser.until(lambda: "began with another system prompt." in browser.text("#news"), "the refusal")
-    assert len(browser.all(".message")) == 4 and browser.one("#prompt").get_attribute("value") == "Say yes."
+    assert len(browser.all(".message")) == 4 and browser.attribute("#prompt", "value") == "Say yes."
     line = json.loads(copied_text(browser, "Copy conversation 2 as a JSON line"))
     assert line["messages"][0] == {"role": "system", "content": "Be kind."}, "that of the answer"
     assert [message["role"] for message in line["messages"]] == ["system", "user", "assistant"]
@@ -190,14 +190,14 @@ def test_a_saved_conversation_trains_a_model(alice: Site, browser: Browser) -> N
 
 def test_a_link_has_the_models_the_first_message_and_the_settings(browser: Browser) -> None:
     open_playground(browser)
-    browser.one("#system").send_keys("Be brief.")
+    browser.type("#system", "Be brief.")
     send(browser, "Say yes.")
     send(browser, "Say no.")
     models, address = models_of(browser), browser.driver.current_url
     browser.driver.get("about:blank")
     browser.driver.get(address)
     browser.until(lambda: models_of(browser) == models, "the same models")
-    values = {name: browser.one(f"#{name}").get_attribute("value") for name in ("prompt", "system", "max_tokens")}
+    values = {name: browser.attribute(f"#{name}", "value") for name in ("prompt", "system", "max_tokens")}
     assert values == {"prompt": "Say yes.", "system": "Be brief.", "max_tokens": "16"}
 
 
@@ -223,7 +223,7 @@ def test_a_checkpoint_and_a_run_are_compared_with_their_base_model(alice: Site, 
 
 def test_a_prompt_is_continued_without_the_template(browser: Browser) -> None:
     open_playground(browser, "chat=off&temperature=0&max_tokens=4")
-    assert not browser.one("#system").is_displayed()
+    assert not browser.is_displayed("#system")
     browser.click("button.primary", "Send")
     browser.until(lambda: len(browser.all(".column .tokens")) == 2, "both answers")
     assert not browser.all(".message.user"), "there is no conversation"
@@ -246,8 +246,8 @@ def test_a_refused_sample_shows_the_reason_and_can_be_repeated(browser: Browser)
     browser.until(lambda: "no/such-model" in browser.text(".column .warning"), "the reason")
     browser.until(lambda: browser.all(f"{SECOND} .about"), "the other model's answer")
     browser.until(lambda: browser.text("#news") == "1 of 2 models answered.", "the outcome")
-    assert browser.one("#prompt").get_attribute("value") == ""
-    assert browser.one("#temperature").get_attribute("max") == "2", "the most that the server takes"
+    assert browser.attribute("#prompt", "value") == ""
+    assert browser.attribute("#temperature", "max") == "2", "the most that the server takes"
     field.send_keys(Keys.CONTROL, "a")
     field.send_keys(BASE)
     browser.click("button", "Try again in column 1")
@@ -259,5 +259,5 @@ def test_a_message_that_no_model_answers_stays(browser: Browser) -> None:
     open_playground(browser, "models=no-such-model")
     browser.click("button.primary", "Send")
     browser.until(lambda: browser.text("#news") == "No model answered.", "the outcome")
-    assert browser.one("#prompt").get_attribute("value") == "Say hello."
+    assert browser.attribute("#prompt", "value") == "Say hello."
     assert all("404" in complaint for complaint in browser.complaints())

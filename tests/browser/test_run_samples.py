@@ -103,17 +103,18 @@ def read_line(row: WebElement) -> list[str]:
 
 
 def read_questions(browser: Browser) -> list[str]:
-    return [element.text for element in browser.all(".opener")]
+    return browser.texts(".opener")
 
 
 def test_a_runs_page_leads_to_its_samples_by_prompt(rl_run: TrainedRun, browser: Browser) -> None:
     browser.open(f"runs/{rl_run.model_id}", "Run ")
     browser.click(".tabs a", "Samples")
     browser.until(lambda: len(browser.all(".opener")) == STEPS * len(QUESTIONS), "a line for each prompt and step")
-    assert browser.one(".tabs a[aria-current]").text == "Samples"
+    assert browser.text(".tabs a[aria-current]") == "Samples"
     questions = read_questions(browser)
     assert set(questions) == set(QUESTIONS), "without the template that all prompts share"
-    lines = {(row[0], int(row[1])): [float(value) for value in row[2:]] for row in map(read_line, browser.all(LINES))}
+    rows = browser.read(lambda: [read_line(row) for row in browser.all(LINES)])
+    lines = {(row[0], int(row[1])): [float(value) for value in row[2:]] for row in rows}
     assert lines == {
         group: [ANSWERS, sum(rewards) / ANSWERS, min(rewards), max(rewards)]
         for group, rewards in rl_run.rewards.items()
@@ -121,18 +122,18 @@ def test_a_runs_page_leads_to_its_samples_by_prompt(rl_run: TrainedRun, browser:
     for words in ("KL OF SAMPLING AND TRAINING (K3)", "EFFECTIVE SAMPLE SIZE"):
         assert words in browser.text("main .facts").upper()
     browser.click(".by-step summary")
-    steps = [row.text.split()[:2] for row in browser.all(".by-step tbody tr")]
+    steps = [row.split()[:2] for row in browser.texts(".by-step tbody tr")]
     assert steps == [[str(step), str(ANSWERS * len(QUESTIONS))] for step in range(1, STEPS + 1)]
 
 
 def test_a_group_opens_to_its_answers_and_stays_open(rl_run: TrainedRun, browser: Browser) -> None:
     open_samples(browser, rl_run, "?sort=step&order=asc")
-    browser.one(".opener").send_keys(Keys.ENTER)
+    browser.type(".opener", Keys.ENTER)
     browser.until(lambda: browser.all("tr.opened tbody tr"), "the answers")
     assert len(browser.all("tr.opened tbody tr")) == ANSWERS, "one group, although each was asked for alone"
     assert browser.driver.switch_to.active_element.get_attribute("aria-expanded") == "true", "the focus stays"
-    assert {cell.text for cell in browser.all("tr.opened td[data-label=Advantage]")} <= {"-1.000", "+1.000"}
-    assert {cell.text for cell in browser.all("tr.opened td[data-label='Trained in']")} == {"step 1"}
+    assert set(browser.texts("tr.opened td[data-label=Advantage]")) <= {"-1.000", "+1.000"}
+    assert set(browser.texts("tr.opened td[data-label='Trained in']")) == {"step 1"}
     browser.driver.switch_to.active_element.send_keys(Keys.ENTER)
     browser.until(lambda: not browser.all("tr.opened"), "the end")
 
@@ -140,9 +141,9 @@ def test_a_group_opens_to_its_answers_and_stays_open(rl_run: TrainedRun, browser
 def test_samples_are_searched_filtered_and_sorted_by_the_address(rl_run: TrainedRun, browser: Browser) -> None:
     open_samples(browser, rl_run)
     assert not browser.all("#by-run"), "the run is chosen"
-    browser.one("#search").send_keys("SKY")
+    browser.type("#search", "SKY")
     browser.until(lambda: read_questions(browser) == [QUESTIONS[2]] * STEPS, "those with the word")
-    browser.one("#by-step").send_keys("2")
+    browser.type("#by-step", "2")
     browser.until(lambda: len(browser.all(".opener")) == 1, "those of a step")
     assert "text=SKY" in browser.driver.current_url and "step=2" in browser.driver.current_url
     browser.driver.refresh()
@@ -151,7 +152,7 @@ def test_samples_are_searched_filtered_and_sorted_by_the_address(rl_run: Trained
     browser.until(lambda: "No stored response matches" in browser.text("main"), "none with such a reward")
     open_samples(browser, rl_run, "?sort=step&order=asc")
     cells = "table.groups td[data-label='Trained in']"
-    assert [cell.text for cell in browser.all(cells)] == [f"step {step}" for step in (1, 1, 1, 2, 2, 2, 3, 3, 3)]
+    assert browser.texts(cells) == [f"step {step}" for step in (1, 1, 1, 2, 2, 2, 3, 3, 3)]
     Select(browser.one("#sort")).select_by_value("divergence")
     browser.until(lambda: "sort=divergence" in browser.driver.current_url, "the address")
 
@@ -177,7 +178,7 @@ def test_filters_that_change_together_count_and_a_wrong_one_is_refused_beside_th
     assert browser.text("#news") == ""
     fill_in(step="")
     browser.until(lambda: len(browser.all(".opener")) == STEPS * len(QUESTIONS), "all steps")
-    assert not browser.one("main .warning").is_displayed()
+    assert not browser.is_displayed("main .warning")
     complaints = browser.complaints()
     assert complaints and all(" 400 " in complaint for complaint in complaints), complaints
 
@@ -211,20 +212,20 @@ def test_a_prompt_is_followed_over_the_steps_with_the_keyboard(rl_run: TrainedRu
     assert browser.text(".question-text") == "What is 30 - 4?"
     browser.click(".whole-prompt summary")
     browser.until(lambda: "assistant" in browser.text(".whole-prompt"), "the whole prompt")
-    first_answers = [element.text for element in browser.all(".turn.sampled .tokens")]
+    first_answers = browser.texts(".turn.sampled .tokens")
     slider = browser.one("#at-step")
     slider.send_keys(Keys.ARROW_LEFT)
     browser.until(lambda: browser.text(label).startswith("2 of 3: after 1 step, "), "the step before")
     assert "after 1 step" in (slider.get_attribute("aria-valuetext") or "")
     browser.until(lambda: "step 2" in browser.text(".turn.sampled .about"), "its answers")
-    assert [element.text for element in browser.all(".turn.sampled .tokens")] != first_answers
+    assert browser.texts(".turn.sampled .tokens") != first_answers
     address = browser.driver.current_url
     assert "at=" in address
     browser.driver.refresh()
     browser.until(lambda: browser.text(label).startswith("2 of 3"), "the same step by the address")
     browser.click(".stepper button", "Earlier")
     browser.until(lambda: browser.text(label).startswith("1 of 3: after 0 steps"), "the first step")
-    assert not browser.one(".stepper button").is_enabled()
+    assert not browser.is_enabled(".stepper button")
     assert len(browser.all("svg.rewards .mean")) == STEPS
 
 
@@ -252,7 +253,7 @@ def test_tokens_are_coloured_by_advantage_ratio_and_gap(alice: Site, rl_run: Tra
     assert len(turns) == ANSWERS
     for kind in BOUNDS:
         browser.click(f"label[for=colour-{kind}]")
-        assert browser.one("#main").get_attribute("data-colour") == kind
+        assert browser.attribute("#main", "data-colour") == kind
         for turn in turns:
             request_id = turn.find_element(By.CSS_SELECTOR, "a[href*='/samples/'][title]:last-of-type").get_attribute(
                 "title"
@@ -264,7 +265,7 @@ def test_tokens_are_coloured_by_advantage_ratio_and_gap(alice: Site, rl_run: Tra
             for band, names in zip(list_bands(sequence, kind), classes, strict=True):
                 assert band in names, (kind, band, names)
     assert "colour=gap" in browser.driver.current_url
-    assert ", ratio " in (browser.one(".turn.sampled .token").get_attribute("title") or "")
+    assert ", ratio " in (browser.attribute(".turn.sampled .token", "title") or "")
 
 
 def test_the_samples_of_a_run_are_downloaded(rl_run: TrainedRun, browser: Browser) -> None:

@@ -42,7 +42,7 @@ def sweep(alice: Site) -> Iterator[None]:
 
 
 def first_column(browser: Browser) -> list[str]:
-    return [link.text for link in browser.all("tbody th a")]
+    return browser.texts("tbody th a")
 
 
 def heads(browser: Browser) -> list[str]:
@@ -52,18 +52,18 @@ def heads(browser: Browser) -> list[str]:
 def test_a_filter_an_order_and_columns_are_in_the_address_and_come_back(sweep: None, browser: Browser) -> None:
     browser.open("runs", "Runs")
     browser.until(lambda: len(first_column(browser)) >= 6, "the runs")
-    browser.one("#filter").send_keys("lr > 1e-3 and seed != 1 and tag = sweep")
+    browser.type("#filter", "lr > 1e-3 and seed != 1 and tag = sweep")
     browser.until(lambda: sorted(first_column(browser)) == ["math-0.1-0", "math-0.1-2"], "the runs that fit")
     browser.click("button", "Columns")
     browser.until(lambda: browser.all("dialog .choices label"), "the names")
-    browser.one("#find-column").send_keys("im/entropy")
+    browser.type("#find-column", "im/entropy")
     visible = [label for label in browser.all("dialog .choices label") if label.is_displayed()]
     assert [label.text for label in visible] == ["optim/entropy"]
     visible[0].click()
-    browser.one("#find-column").send_keys(Keys.CONTROL, "a")
-    browser.one("#find-column").send_keys(Keys.DELETE)
+    browser.type("#find-column", Keys.CONTROL, "a")
+    browser.type("#find-column", Keys.DELETE)
     for name in ("reward", "curve"):
-        browser.one(f"dialog input[value='{name}']").click()
+        browser.click(f"dialog input[value='{name}']")
     browser.click("dialog button", "Show")
     browser.until(
         lambda: heads(browser)[-2:] == ["optim/entropy", "Reward"] and "Curve" not in heads(browser), "columns"
@@ -77,7 +77,7 @@ def test_a_filter_an_order_and_columns_are_in_the_address_and_come_back(sweep: N
     browser.driver.get(address)
     browser.until(lambda: first_column(browser) == ["math-0.1-0", "math-0.1-2"], "the same runs")
     assert heads(browser) == columns
-    assert browser.one("#filter").get_attribute("value") == "lr > 1e-3 and seed != 1 and tag = sweep"
+    assert browser.attribute("#filter", "value") == "lr > 1e-3 and seed != 1 and tag = sweep"
 
 
 def test_seeds_are_grouped_with_mean_and_deviation(sweep: None, browser: Browser) -> None:
@@ -88,7 +88,7 @@ def test_seeds_are_grouped_with_mean_and_deviation(sweep: None, browser: Browser
     )
     Select(browser.one("#group")).select_by_value("lr")
     browser.until(lambda: first_column(browser) == ["0.1", "0.0001"], "the groups, best first")
-    best = browser.all("tbody tr")[0].text.split("\n")[0]
+    best = browser.texts("tbody tr")[0].split("\n")[0]
     assert best.split()[:2] == ["0.1", "3"] and "2 \u00b1 1" in best
     assert "group=lr" in browser.driver.current_url
     browser.click("tbody a", "0.1")
@@ -98,10 +98,10 @@ def test_seeds_are_grouped_with_mean_and_deviation(sweep: None, browser: Browser
 def test_a_mistake_in_a_filter_is_shown_with_its_place_until_it_is_corrected(sweep: None, browser: Browser) -> None:
     browser.open("runs?filter=tag+%3D", "Runs")
     browser.until(lambda: "at character 6" in browser.text("main .warning"), "the place")
-    browser.one("#filter").send_keys(" sweep")
+    browser.type("#filter", " sweep")
     browser.until(lambda: len(first_column(browser)) == 6, "the runs")
-    assert not browser.one("main .warning").is_displayed()
-    browser.one("#filter").send_keys(" and lrr > 1")
+    assert not browser.is_displayed("main .warning")
+    browser.type("#filter", " and lrr > 1")
     browser.until(lambda: 'No run has "lrr"' in browser.text("main"), "the name that is wrong")
     assert all("400" in complaint for complaint in browser.complaints())
 
@@ -109,12 +109,12 @@ def test_a_mistake_in_a_filter_is_shown_with_its_place_until_it_is_corrected(swe
 def test_notes_of_a_run_are_kept(alice: Site, browser: Browser) -> None:
     browser.open(f"runs/{alice.run}", "Run ")
     browser.click("button", "Edit the name")
-    browser.one("#notes").send_keys("Baseline.\nSecond line")
+    browser.type("#notes", "Baseline.\nSecond line")
     browser.click("dialog button", "Save")
     browser.until(lambda: browser.text("pre.notes") == "Baseline.\nSecond line", "the notes")
     try:
         browser.open("runs", "Runs")
-        browser.one("#search").send_keys("second line")
+        browser.type("#search", "second line")
         browser.until(lambda: [row for row in browser.all("tbody tr") if "notes" in row.text], "the run by its notes")
     finally:
         alice.http.put(f"dashboard/runs/{alice.run}", json={"notes": ""}).raise_for_status()

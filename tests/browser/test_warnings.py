@@ -41,16 +41,16 @@ def test_warnings_are_shown_dismissed_and_notified(alice: Site, browser: Browser
         browser.click("#warnings button", "Dismiss <b>mine: stalled")
         browser.until(lambda: len(browser.all("#warnings li")) == 1, "one is left")
         browser.click("#warnings button")
-        browser.until(lambda: not browser.one("#warnings").is_displayed(), "none is left")
+        browser.until(lambda: not browser.is_displayed("#warnings"), "none is left")
         browser.driver.refresh()
-        browser.until(lambda: browser.all(".cards .card") and browser.one("#strip").is_displayed(), "the page")
-        assert not browser.one("#warnings").is_displayed(), "dismissed in this tab"
+        browser.until(lambda: browser.all(".cards .card") and browser.is_displayed("#strip"), "the page")
+        assert not browser.is_displayed("#warnings"), "dismissed in this tab"
         browser.driver.execute_script("window.warnings.length = 0")
         browser.until(
             lambda: not browser.driver.execute_script("return sessionStorage['tinsmith.dismissed']"), "its end"
         )
         browser.driver.execute_script("window.warnings.push(arguments[0])", lost)
-        browser.until(lambda: browser.one("#warnings").is_displayed(), "a warning that came back")
+        browser.until(lambda: browser.is_displayed("#warnings"), "a warning that came back")
         browser.click("#warnings a")
         browser.until(lambda: browser.text("h1").startswith("Run "), "the run")
     finally:

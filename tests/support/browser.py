@@ -46,8 +46,35 @@ class Browser:
     def all(self, selector: str) -> list[WebElement]:
         return self.driver.find_elements(By.CSS_SELECTOR, selector)
 
+    def read(self, look: Callable[[], T]) -> T:
+        """What a look at the page sees; a page that is redrawn between two commands is looked at again."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                return look()
+            except StaleElementReferenceException:
+                assert time.monotonic() < deadline, "the page was redrawn at each look"
+
     def text(self, selector: str) -> str:
-        return self.one(selector).text
+        return self.read(lambda: self.one(selector).text)
+
+    def texts(self, selector: str) -> list[str]:
+        return self.read(lambda: [element.text for element in self.all(selector)])
+
+    def type(self, selector: str, *keys: str) -> None:
+        self.read(lambda: self.one(selector).send_keys(*keys))
+
+    def attribute(self, selector: str, name: str) -> str | None:
+        return self.read(lambda: self.one(selector).get_attribute(name))
+
+    def is_displayed(self, selector: str) -> bool:
+        return self.read(lambda: self.one(selector).is_displayed())
+
+    def is_enabled(self, selector: str) -> bool:
+        return self.read(lambda: self.one(selector).is_enabled())
+
+    def is_selected(self, selector: str) -> bool:
+        return self.read(lambda: self.one(selector).is_selected())
 
     def click(self, selector: str, words: str = "") -> None:
         """Click the first element of the selector that has these words in its text or name."""

@@ -45,7 +45,7 @@ def details_of(alice: Site) -> dict[str, str]:
 
 
 def rows(browser: Browser) -> list[str]:
-    return [row.text for row in browser.all("tbody tr")]
+    return browser.texts("tbody tr")
 
 
 SCREENS = {"wide": (1440, 900), "narrow": (390, 844)}
