@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import httpx
 import pytest
@@ -82,27 +84,47 @@ def test_a_paused_session_ends_with_its_client_however_many_agents_wait(
     with serving(tmp_path_factory.mktemp("dead") / "data", *arguments) as server:
         session = httpx.post(
             f"{server.url}/api/v1/create_session", json={"tags": [], "sdk_version": "0.38.0"}, headers=HEADERS
-        ).json()["session_id"]  # of a client that sends no heartbeat
-        created = httpx.post(
-            f"{server.url}/api/v1/create_model",
-            json={"session_id": session, "model_seq_id": 0, "base_model": NANO, "lora_config": {"rank": 4}},
-            headers=HEADERS,
-        ).json()
-        result = post_until_done(server, created["request_id"])
-        assert "model_id" in result, result
-        model_id = result["model_id"]
-        saved = httpx.post(
-            f"{server.url}/api/v1/save_weights_for_sampler",
-            json={"model_id": model_id, "seq_id": 1, "sampling_session_seq_id": 0},
-            headers=HEADERS,
-        ).json()
-        post_until_done(server, saved["request_id"])
-        assert change(server, session, "pause").status_code == 200
+        ).json()["session_id"]
+        with send_heartbeats(server, session):
+            created = httpx.post(
+                f"{server.url}/api/v1/create_model",
+                json={"session_id": session, "model_seq_id": 0, "base_model": NANO, "lora_config": {"rank": 4}},
+                headers=HEADERS,
+            ).json()
+            result = post_until_done(server, created["request_id"])
+            assert "model_id" in result, result
+            model_id = result["model_id"]
+            saved = httpx.post(
+                f"{server.url}/api/v1/save_weights_for_sampler",
+                json={"model_id": model_id, "seq_id": 1, "sampling_session_seq_id": 0},
+                headers=HEADERS,
+            ).json()
+            post_until_done(server, saved["request_id"])
+            assert change(server, session, "pause").status_code == 200
         began = time.monotonic()
         body = {"model": f"tinker://{model_id}", "messages": [{"role": "user", "content": "1 + 1"}], "max_tokens": 4}
         answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=HEADERS, timeout=60)
         assert answer.status_code >= 400 and "session" in answer.text, answer.text
         assert time.monotonic() - began < 30
+
+
+@contextmanager
+def send_heartbeats(server: LiveServer, session_id: str) -> Iterator[None]:
+    """A client that lives until the end of the block."""
+    is_over = threading.Event()
+
+    def beat() -> None:
+        while not is_over.wait(1):
+            url = f"{server.url}/api/v1/session_heartbeat"
+            httpx.post(url, json={"session_id": session_id}, headers=HEADERS, timeout=60)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def post_until_done(server: LiveServer, request_id: str) -> dict[str, object]:
