@@ -9,6 +9,7 @@ from gpu.device import DEVICE, device
 from support import tiny_models
 from support.local_sampling import make_prompt, make_sample
 from tinsmith.backends.torch import TorchBackend
+from tinsmith.backends.torch.expert_weights import DequantisedWeights
 from tinsmith.backends.torch.quantised_linear import QuantisedLinear
 from tinsmith.types import ModelShape
 
@@ -17,9 +18,9 @@ def relative(actual: Tensor, expected: Tensor) -> float:
     return float((actual.detach().float() - expected.detach().float()).norm() / expected.detach().float().norm())
 
 
-@pytest.fixture(scope="module")
-def shape(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
-    return tiny_models.make(tmp_path_factory.mktemp("llama"), "llama")
+@pytest.fixture(scope="module", params=["llama", "gpt_oss"])
+def shape(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> ModelShape:
+    return tiny_models.make(tmp_path_factory.mktemp(request.param), request.param)
 
 
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
@@ -35,6 +36,13 @@ def test_codes_are_the_hosts_and_sampling_works_over_them(shape: ModelShape, kin
             actual, expected = linear.weight.cpu(), cpu.base.targets[name].weight
             # Codes may differ for numbers halfway between two codes.
             assert relative(actual, expected) < (1e-6 if kind == "int8" else 0.01), name
+    for there, here in zip(gpu.base.experts, cpu.base.experts, strict=True):
+        for weights, expected_weights in ((there.outer, here.outer), (there.down, here.down)):
+            assert isinstance(weights, DequantisedWeights) and isinstance(expected_weights, DequantisedWeights)
+            actual_EOI, expected_EOI = weights._codes.weights(), expected_weights._codes.weights()
+            assert actual_EOI.device == device()
+            assert relative(actual_EOI.cpu(), expected_EOI) < (1e-6 if kind == "int8" else 0.01)
+    assert {tensor.device for tensor in gpu.base.frozen_tensors()} == {device()}
     from support.local_sampling import HOT, run
 
     answer = run(gpu.sampler, make_sample("s", make_prompt(12), HOT))["s"]

@@ -37,6 +37,7 @@ from tinsmith.backends.torch import (
     TorchBackend,
     attention,
     expert_kernels,
+    fp8,
     layer_kernels,
     lora,
     loss,
@@ -316,6 +317,14 @@ def _step_gated_delta(
     return query.new_empty(value.shape), initial_state
 
 
+def _quantise_rows(
+    x_TI: Tensor, factors_EI: Tensor | None = None, expert_T: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    assert expert_T is None or (factors_EI is not None and expert_T.dtype == torch.int32 and len(expert_T) == len(x_TI))
+    assert factors_EI is None or factors_EI.shape[1] == x_TI.shape[1]
+    return x_TI.new_empty(x_TI.shape, dtype=fp8.E4M3), x_TI.new_empty(len(x_TI), 1, dtype=torch.float32)
+
+
 def _check_slots(slots: StateSlots, num: int) -> None:
     assert {x.device for x in (slots.store_S, slots.read_n, slots.write_n)} == {DEVICE}
     assert slots.read_n.dtype == slots.write_n.dtype == torch.int64
@@ -361,6 +370,7 @@ def fake_cuda(*, pages: bool = True, grouped: bool = True) -> Iterator[FakeDevic
         ):
             stack.enter_context(mock.patch.object(holder, name, _on_host(getattr(holder, name))))  # they compare values
         stack.enter_context(mock.patch.object(vision._QwenTower, "features", _qwen_features))
+        stack.enter_context(mock.patch.object(fp8, "quantise_rows", _quantise_rows))
         stack.enter_context(mock.patch.object(torch.cuda, "Event", Event))
         stack.enter_context(mock.patch.object(torch.cuda, "current_stream", Stream))
         lora.anchor.cache_clear()  # a fake tensor belongs to one mode

@@ -62,8 +62,9 @@ measured on the spot.
 
 ## What is counted
 
-- **base**: every frozen parameter in `--dtype` or `--quantize`; on a CPU also a second copy of linears up to 256 MiB.
-  Tensor parallelism divides heads and MLPs; embeddings, unembedding, norms and routers are on every device.
+- **base**: every frozen parameter in `--dtype` or `--quantize`; of quantised experts also a product's matrices, on a
+  CPU a second copy of linears up to 256 MiB. Tensor parallelism divides heads and MLPs; embeddings, unembedding, norms
+  and routers are on every device.
   `--shard-base` keeps a part of each layer and one whole layer. Of several stages the largest counts.
 - **adapters**: 8 bytes a parameter that a device holds (float32 weight, the step's gradient) and a copy in the base's
   format, 12 bytes a parameter that it steps (accumulated gradient, two moments). It holds all, but of routed experts

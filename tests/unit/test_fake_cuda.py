@@ -6,6 +6,7 @@ for one read at the end.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -342,6 +343,26 @@ def test_experts_with_a_fused_gate_train_without_reads_of_their_own(tmp_path: Pa
         backend = open_backend(shape, recompute=recompute)
         assert all(experts.is_fused for experts in backend.base.experts)
         device.strict = True
+        three = (Pass(str(i), str(i), data(9 + i, 4), "cross_entropy", {}, False) for i in range(3))
+        step(backend, *three)
+        assert device.reads == 1
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4", "fp8"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_quantised_experts_train_in_groups_without_reads_of_their_own(
+    tmp_path: Path, model_type: str, kind: str
+) -> None:
+    (family,) = (family for family in families.FAMILIES if family.model_type == model_type)
+    sizes = {"intermediate_size": 48, "moe_intermediate_size": 48}  # multiples of 16 for 8-bit floats
+    shape = families.make(tmp_path, replace(family, config={**family.config, **sizes}))
+    if kind != "fp8":
+        pytest.importorskip("bitsandbytes")
+    with fake_cuda() as device:
+        backend = open_backend(shape, quantize=kind)
+        assert all(experts.is_quantised and experts.can_capture for experts in backend.base.experts)
+        assert {tensor.device for tensor in backend.base.frozen_tensors()} == {DEVICE}
+        device.strict, device.reads = True, 0  # codes are made on the host, at load
         three = (Pass(str(i), str(i), data(9 + i, 4), "cross_entropy", {}, False) for i in range(3))
         step(backend, *three)
         assert device.reads == 1

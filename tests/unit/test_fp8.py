@@ -18,7 +18,16 @@ from support import tiny_models
 from support.local_sampling import finish, make_prompt, make_sample
 from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.backends.torch.fp8 import E4M3, LARGEST, Fp8Linear, quantise_rows
+from tinsmith.backends.torch.expert_weights import find_experts
+from tinsmith.backends.torch.fp8 import (
+    E4M3,
+    LARGEST,
+    Fp8Codes,
+    Fp8ExpertWeights,
+    Fp8Linear,
+    has_fp8_kernel,
+    quantise_rows,
+)
 from tinsmith.backends.torch.lora import ForwardContext
 from tinsmith.types import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult
 
@@ -37,7 +46,7 @@ def relative(actual: Tensor, expected: Tensor) -> float:
 
 def build_linear(inputs: int, outputs: int, *, bias: bool = False) -> tuple[Fp8Linear, nn.Linear]:
     plain = nn.Linear(inputs, outputs, bias=bias).to(WHERE, DTYPE).requires_grad_(False)
-    return Fp8Linear("layer", "mlp", plain, ForwardContext()), plain
+    return Fp8Linear("layer", "mlp", plain, ForwardContext(), Fp8Codes), plain
 
 
 def test_codes_are_within_a_sixteenth_of_their_numbers_and_zeros_stay() -> None:
@@ -69,7 +78,8 @@ def test_products_and_gradients_are_those_of_the_codes(inputs: int, outputs: int
     weight_OI = linear.weight.double()
     assert relative(linear.weight, plain.weight) < 0.04
     codes_TI, scale_T1 = quantise_rows(x_TI)
-    expected_TO = (codes_TI.double() * scale_T1) @ (linear._codes.codes_OI.double() * linear._codes.scale_O1).t()
+    codes = linear._codes
+    expected_TO = (codes_TI.double() * scale_T1) @ (codes.codes_EOI[0].double() * codes.scale_EO[0, :, None]).t()
     if bias:
         expected_TO += plain.bias.double()
     x_TI.requires_grad_()
@@ -79,6 +89,49 @@ def test_products_and_gradients_are_those_of_the_codes(inputs: int, outputs: int
     actual_TO.backward(grad_TO)
     assert x_TI.grad is not None
     assert relative(x_TI.grad, grad_TO.double() @ weight_OI) < 0.05
+
+
+@pytest.mark.parametrize("factors", ["none", "of one", "of each row's"])
+def test_the_kernel_rounds_rows_as_plain_operations_do(factors: str) -> None:
+    """Triton's interpreter rounds some numbers to the other neighbour."""
+    x_TI, factors_EI = draw(9, 300), draw(4, 300, seed=1).abs().float()
+    x_TI[3] = 0
+    expert_T = torch.tensor([0, 0, 0, 2, 2, 2, 2, 2, 3], dtype=torch.int32, device=WHERE)
+    arguments = {"none": (None, None), "of one": (factors_EI[:1], None), "of each row's": (factors_EI, expert_T)}
+    kernels = pytest.importorskip("tinsmith.backends.torch.fp8_kernels")
+    codes_TI, scale_T1 = kernels.quantise_rows(x_TI, *arguments[factors], E4M3, LARGEST)
+    wide_TI = x_TI.float()
+    if factors != "none":
+        wide_TI *= factors_EI[0] if factors == "of one" else factors_EI[expert_T.long()]
+    assert torch.equal(scale_T1, wide_TI.abs().amax(1, keepdim=True) / LARGEST)
+    values_TI = codes_TI.float() * scale_T1
+    assert bool(((values_TI - wide_TI).abs() <= wide_TI.abs() / 8 + scale_T1 * 2.0**-9).all())
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_experts_products_are_those_of_each_experts_linear(back: bool) -> None:
+    """Of one expert, and of all where the device has the grouped kernel."""
+    codes = Fp8Codes(draw(4, 32, 48))
+    weights, ends_E = Fp8ExpertWeights(codes), torch.tensor([3, 3, 8, 9], dtype=torch.int32, device=WHERE)
+    x_NC = draw(9, 32 if back else 48, seed=1)
+    experts = [0, 0, 0, 2, 2, 2, 2, 2, 3]
+    assert find_experts(ends_E, 9).tolist() == experts
+    expected_NK = torch.cat(
+        [
+            (codes.multiply_back if back else codes.multiply)(row_1C, expert)
+            for row_1C, expert in zip(x_NC.split(1), experts, strict=True)
+        ]
+    )
+    for expert in (0, 2, 3):
+        rows = [row for row, owner in enumerate(experts) if owner == expert]
+        assert relative(weights.multiply(x_NC[rows], expert, back=back), expected_NK[rows]) < 1e-2
+    if back:
+        codes_NC, scale_N1 = quantise_rows(x_NC, codes.scale_EO, find_experts(ends_E, 9))
+        for row, expert in enumerate(experts):
+            alone = quantise_rows(x_NC[row : row + 1], codes.scale_EO[expert : expert + 1])
+            assert torch.equal(codes_NC[row].float(), alone[0][0].float()) and torch.equal(scale_N1[row], alone[1][0])
+    if has_fp8_kernel(x_NC.device):
+        assert relative(weights.multiply_groups(x_NC, ends_E, back=back), expected_NK) < 1e-2
 
 
 @pytest.fixture(scope="module")

@@ -487,15 +487,31 @@ def test_requested_degrees_are_used_if_they_fit_and_else_refused_with_the_gap() 
         check(model, workload, Degrees(8, 1))
 
 
-def test_quantising_takes_less_and_experts_are_refused() -> None:
-    model = find_known("Qwen3-32B")
+@pytest.mark.parametrize("name", ["Qwen3-32B", "Qwen3-30B-A3B", "gpt-oss-20b"])
+def test_quantising_takes_less(name: str) -> None:
+    model = find_known(name)
     unquantised, int8, nf4 = (
         memory.base_bytes(model, dtype="bfloat16", quantize=quantize) for quantize in ("off", "int8", "nf4")
     )
     linears = sum(linear.num_parameters for linear in model.linears)
     assert unquantised - int8 == linears and int8 - nf4 == pytest.approx(0.4375 * linears, rel=1e-6)
-    with pytest.raises(SettingsError, match="qwen3_moe has routed experts"):
-        choose(find_known("Qwen3-30B-A3B"), Workload(1, GPU, quantize="int8"))
+
+
+def test_a_quantised_mixture_trains_on_one_device_of_80_gb() -> None:
+    model, workload = find_known("Qwen3-30B-A3B"), Workload(1, GPU, rank=32)
+    assert not choose(model, workload).fits
+    for quantize in ("fp8", "int8", "nf4"):
+        plan = choose(model, replace(workload, quantize=quantize))
+        assert plan.fits, plan.reasons
+        assert plan.needs.activations > 2 * 2**30, "room for a batch"
+    # Gate and up of 128 experts in bfloat16, and one expert's on a CPU.
+    sizes = [memory.copied_bytes(model, dtype="bfloat16", quantize="int8", cuda=cuda) for cuda in (True, False)]
+    assert sizes == [128 * 2 * 2048 * 768 * 2, 2 * 2048 * 768 * 2]
+    assert memory.copied_bytes(model, dtype="bfloat16", quantize="fp8", cuda=True) == sizes[0] // 2
+    dense, off = find_known("Qwen3-32B"), {"dtype": "bfloat16", "cuda": True}
+    assert not memory.copied_bytes(dense, quantize="nf4", **off) and not memory.copied_bytes(
+        model, quantize="off", **off
+    )
 
 
 @pytest.mark.extended

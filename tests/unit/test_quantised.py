@@ -10,11 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from support import tiny_models
+from support import families, tiny_models
 from support.local_sampling import finish, make_prompt, make_sample
 from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
+from tinsmith.backends.torch.expert_weights import DequantisedWeights
 from tinsmith.backends.torch.quantised_linear import QuantisedLinear
+from tinsmith.backends.torch.quantization import choose_quantiser
 from tinsmith.errors import SettingsError
 from tinsmith.types import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult
 
@@ -24,9 +26,19 @@ torch.set_num_threads(1)
 SPEC = LoraSpec(4, seed=1)
 
 
+MIXTURES = ("qwen3_moe", "gpt_oss", "llama4_text")
+"""Experts whose matrices are stored by outputs; by inputs, with gates between ups and biases; and by inputs."""
+
+
 @pytest.fixture(scope="module")
 def shape(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
     return tiny_models.make(tmp_path_factory.mktemp("quantised"), "llama")
+
+
+@pytest.fixture(scope="module", params=MIXTURES)
+def mixture(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> ModelShape:
+    (family,) = [family for family in families.FAMILIES if family.model_type == request.param]
+    return families.make(tmp_path_factory.mktemp(request.param), family)
 
 
 def backend_of(shape: ModelShape, **options: str) -> TorchBackend:
@@ -44,6 +56,12 @@ def make_dequantised_model(shape: ModelShape, backend: TorchBackend, directory: 
     model = AutoModelForCausalLM.from_pretrained(shape.path, dtype=torch.float32)
     for name, linear in backend.base.targets.items():
         model.get_submodule(name).weight = torch.nn.Parameter(linear.weight.detach().clone())
+    for experts in backend.base.experts:
+        for name, weights in (("gate_up_proj", experts.outer), ("down_proj", experts.down)):
+            assert isinstance(weights, DequantisedWeights)
+            weight_EOI = weights._codes.weights()
+            stored = model.get_submodule(experts.name).get_parameter(name)
+            stored.data = weight_EOI.mT.contiguous() if experts.transposed else weight_EOI
     model.save_pretrained(directory)
     tiny_models.tokenizer().save_pretrained(directory)
     return ModelShape(shape.name, str(directory), shape.vocab_size, shape.max_context_length, shape.arch)
@@ -92,6 +110,50 @@ def test_training_over_codes_equals_training_over_dequantised_weights(
 
 
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_experts_over_codes_train_as_over_dequantised_weights(mixture: ModelShape, kind: str, tmp_path: Path) -> None:
+    backend = backend_of(mixture, quantize=kind)
+    oracle = backend_of(make_dequantised_model(mixture, backend, tmp_path))
+    ours, theirs = train_steps(backend), train_steps(oracle)
+    for actual, expected in zip(ours[0], theirs[0], strict=True):
+        np.testing.assert_allclose(actual, expected, atol=1e-4)
+    assert relative(ours[1], theirs[1]) < 1e-4
+    assert relative(ours[2], theirs[2]) < 1e-4
+    plain = train_steps(backend_of(mixture))
+    assert np.abs(plain[0][0] - ours[0][0]).max() > 1e-3, "quantising changes something"
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4", "fp8"])
+def test_experts_codes_take_less_room_and_the_matrices_are_gone(mixture: ModelShape, kind: str) -> None:
+    quantised, plain = backend_of(mixture, quantize=kind).base, backend_of(mixture).base
+    assert {name.rpartition(".")[2] for name, _ in quantised.model.named_parameters()}.isdisjoint(
+        {"gate_up_proj", "down_proj"}
+    )
+    for codes, weights in zip(quantised.experts, plain.experts, strict=True):
+        assert codes.is_quantised and not weights.is_quantised and not weights.frozen_tensors()
+        before = weights.outer_proj.nbytes + weights.down_proj.nbytes
+        after = sum(tensor.nbytes for tensor in codes.frozen_tensors())
+        assert after < before / {"int8": 2.5, "nf4": 6, "fp8": 2.5}[kind]  # rows of 16 to 32 weights have a scale each
+        assert codes.copied_bytes == (1 if kind == "fp8" else 4) * 2 * codes.hidden_features * codes.inner_features
+    assert quantised.num_bytes < 0.8 * plain.num_bytes
+    stored = {tensor.untyped_storage()._cdata for tensor in quantised.frozen_tensors()}
+    codes_stores = {t.untyped_storage()._cdata for module in quantised.experts for t in module.frozen_tensors()}
+    assert codes_stores <= stored, "they leave a sleeping device with the rest"
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4", "fp8"])
+def test_one_experts_matrix_is_that_of_the_stack(kind: str) -> None:
+    weight_EOI = torch.randn(3, 5, 7, generator=torch.Generator().manual_seed(0))  # not whole blocks of nf4
+    quantiser = choose_quantiser(kind, torch.device("cpu"))
+    assert quantiser is not None
+    codes = quantiser.quantise(weight_EOI)
+    assert torch.equal(torch.stack([codes.weight(index) for index in range(3)]), codes.weights())
+    for index in range(3):
+        alone = quantiser.quantise(weight_EOI[index : index + 1])
+        assert torch.equal(alone.weight(0), codes.weight(index)), "no expert changes another's codes"
+        assert relative(codes.weight(index), weight_EOI[index]) < {"int8": 0.01, "nf4": 0.15, "fp8": 0.05}[kind]
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_codes_are_near_the_weights_and_take_less_room(shape: ModelShape, kind: str) -> None:
     quantised, plain = backend_of(shape, quantize=kind).base, backend_of(shape).base
     assert {type(linear) for linear in quantised.targets.values()} > {QuantisedLinear}
@@ -103,13 +165,23 @@ def test_codes_are_near_the_weights_and_take_less_room(shape: ModelShape, kind: 
         assert isinstance(linear, QuantisedLinear)
         assert relative(linear.weight, expected) < (0.01 if kind == "int8" else 0.12)
         assert linear.weight.dtype == expected.dtype and linear.weight.shape == expected.shape
-        assert linear.num_bytes < expected.nbytes / (3.5 if kind == "int8" else 6)
+        num_bytes = sum(tensor.nbytes for tensor in linear.frozen_tensors())
+        assert num_bytes < expected.nbytes / (3.5 if kind == "int8" else 6)
         assert "weight" not in dict(linear.named_parameters())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_sampling_and_training_agree(shape: ModelShape, kind: str, dtype: str) -> None:
+    check_sampling(shape, kind, dtype)
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_experts_sample_with_the_logprobs_of_training(mixture: ModelShape, kind: str) -> None:
+    check_sampling(mixture, kind, "float32")
+
+
+def check_sampling(shape: ModelShape, kind: str, dtype: str) -> None:
     backend = backend_of(shape, quantize=kind, dtype=dtype)
     backend.publish("m", "v")
     backend.sampler.submit(make_sample("s", make_prompt(20), version_id="v"))
@@ -130,13 +202,9 @@ def test_it_can_be_deterministic_too(shape: ModelShape) -> None:
     assert torch.equal(first[2], second[2])
 
 
-def test_unsupported_quantization_is_refused(
-    shape: ModelShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unsupported_quantization_is_refused(shape: ModelShape, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SettingsError, match="quantize is 'int3'"):
         backend_of(shape, quantize="int3")
-    with pytest.raises(SettingsError, match="experts of GptOssForCausalLM cannot be quantised"):
-        backend_of(tiny_models.make(tmp_path, "gpt_oss"), quantize="int8")
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(SettingsError, match=r"install tinsmith\[quantize\]"):
         backend_of(shape, quantize="nf4")

@@ -216,7 +216,7 @@ def doctor(  # noqa: PLR0913 - one parameter a flag
     adapters: Annotated[int, typer.Option(help="Adapters in training at a time.")] = 1,
     context: Annotated[int | None, typer.Option(help="Longest sequence. Default: the model's, up to 8192.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Dtype of the base model: auto, float32 or bfloat16.")] = None,
-    quantize: Annotated[str, typer.Option(help="Base model's linear layers: off, int8, nf4 or fp8.")] = "off",
+    quantize: Annotated[str, typer.Option(help="Frozen linear layers and experts: off, int8, nf4 or fp8.")] = "off",
     tensor_parallel: Annotated[int | None, typer.Option(help="Devices that share each layer. Default: chosen.")] = None,
     data_parallel: Annotated[int | None, typer.Option(help="Groups that share each step. Default: chosen.")] = None,
     context_parallel: Annotated[

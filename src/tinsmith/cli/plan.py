@@ -245,9 +245,7 @@ def _smaller(plan: Plan) -> Iterator[Workload]:
     workload, context = plan.workload, plan.workload.context_of(plan.model)
     halvings = range(max(0, (context // SMALLEST_CONTEXT).bit_length() - 1) + 1)
     ranks = (workload.rank, min(workload.rank, SMALL_RANK))
-    formats = (
-        ("off", *QUANTISED_BYTES) if workload.quantize == "off" and not plan.model.has_experts else (workload.quantize,)
-    )
+    formats = ("off", *QUANTISED_BYTES) if workload.quantize == "off" else (workload.quantize,)
     for rank, times, quantize in itertools.product(ranks, halvings, formats):
         for dtype in dict.fromkeys((workload.dtype, "bfloat16")):
             yield replace(workload, rank=rank, context=context >> times, quantize=quantize, dtype=dtype)
@@ -257,7 +255,10 @@ def _differences(plan: Plan, less: Workload) -> str:
     workload, model = plan.workload, plan.model
     changed = (
         (less.dtype, less.dtype != workload.dtype),
-        (f"linear layers in {less.quantize}", less.quantize != workload.quantize),
+        (
+            f"{'experts and ' if model.has_experts else ''}linear layers in {less.quantize}",
+            less.quantize != workload.quantize,
+        ),
         (f"sequences of up to {less.context} tokens", less.context_of(model) != workload.context_of(model)),
         (f"adapters of rank {less.rank}", less.rank != workload.rank),
     )

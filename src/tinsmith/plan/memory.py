@@ -16,7 +16,6 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from tinsmith.errors import SettingsError
 from tinsmith.plan.architecture import Architecture, Linear
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
@@ -193,10 +192,6 @@ def base_bytes(
     the embeddings and the last the unembedding.
     """
     dtype_bytes = DTYPE_BYTES[dtype]
-    if quantize != "off" and model.has_experts:
-        raise SettingsError(
-            f"quantize is {quantize!r}, but {model.model_type} has routed experts, which cannot be quantised"
-        )
     linear_bytes = QUANTISED_BYTES.get(quantize, dtype_bytes)
     linears = [linear for linear in model.linears if experts == 1 or linear.copies == 1]
     split = sum(linear.num_parameters for linear in linears if linear.split_dim) * linear_bytes / tensor
@@ -257,6 +252,17 @@ def packed_bytes(model: Architecture, *, dtype: str, quantize: str, cuda: bool) 
         return 0
     num_parameters = sum(linear.num_parameters for linear in model.linears) + model.embedding_parameters
     return num_parameters * DTYPE_BYTES[dtype] if num_parameters * DTYPE_BYTES[dtype] <= MAX_PACKED_BYTES else 0
+
+
+def copied_bytes(model: Architecture, *, dtype: str, quantize: str, cuda: bool) -> int:
+    """What a product of quantised experts takes for matrices made from codes: of gate and up, on a GPU of all experts
+    at once.
+    """
+    if quantize == "off":
+        return 0
+    sizes = [linear.inputs * linear.outputs * (linear.copies if cuda else 1) for linear in model.linears
+             if linear.copies > 1 and not linear.name.endswith("w2")]  # fmt: skip
+    return sum(sizes) * (1 if quantize == "fp8" and cuda else DTYPE_BYTES[dtype])
 
 
 def adapter_parameters(model: Architecture, rank: int) -> int:

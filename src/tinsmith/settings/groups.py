@@ -227,7 +227,7 @@ class ModelSettings(SettingsGroup):
     """Whether results are bitwise reproducible and independent of other requests; slow, for CPUs (docs/numerics.md)."""
 
     quantize: str = "off"
-    """Quantization of the base model's linear layers: `off`, `fp8`, or `int8` or `nf4`, which need
+    """Quantization of the base model's linear layers and experts: `off`, `fp8`, or `int8` or `nf4`, which need
     `tinsmith[quantize]`."""
 
     profile: Path | None = None

@@ -191,7 +191,8 @@ class TorchBackend:
             return None
         free, total = read_memory(device)
         sizes, longest = self._trainer.sizes, self._base.max_context_length
-        return divide(free + count_unused_bytes(device), total, step.activations, sizes, longest, step.sampling_bytes)
+        available = free + count_unused_bytes(device) - self._base.copied_bytes
+        return divide(available, total, step.activations, sizes, longest, step.sampling_bytes)
 
     def kernels(self) -> dict[str, str]:
         """The kernels in use on this device, for the log."""

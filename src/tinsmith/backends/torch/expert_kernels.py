@@ -29,11 +29,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import grouped_mm
 from triton.runtime import JITFunction
 
 from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.expert_pairs import ExpertPairs, Factors, GateGradients, count_ranks, rank_slices
+from tinsmith.backends.torch.expert_weights import ExpertWeights
 from tinsmith.backends.torch.host import upload
 
 ROWS, COLUMNS = 64, 64
@@ -384,8 +384,8 @@ class GroupedPairs(ExpertPairs):
     def combine(self, x_NC: Tensor, weights_Tk: Tensor | None = None) -> Tensor:
         return combine_pairs(x_NC, self.order.sorted_N, self.num_choices, weights_Tk)
 
-    def matmul(self, x_NC: Tensor, weight_ECO: Tensor) -> Tensor:
-        return grouped_mm(x_NC, weight_ECO, offs=self._expert_ends_E)
+    def matmul(self, x_NC: Tensor, weights: ExpertWeights, *, back: bool = False) -> Tensor:
+        return weights.multiply_groups(x_NC, self._expert_ends_E, back=back)
 
     def expand_(self, out_NC: Tensor, u_TR: Tensor, projections: Sequence[Factors]) -> None:
         if (ranks := self._count_ranks(projections)) == 0:

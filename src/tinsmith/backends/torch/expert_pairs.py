@@ -14,7 +14,7 @@ them.
 `expert_kernels` computes the same on a GPU.
 
 Shapes: T rows, k experts of each, N = T * k pairs, E experts, S slots of adapters, V = E * S groups, C columns, r rank,
-R low-rank values of a row.
+R low-rank values of a row, K outputs of a product (`expert_weights`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.backends.torch.adapters import Adapter, Pair
+from tinsmith.backends.torch.expert_weights import ExpertWeights
 from tinsmith.backends.torch.host import read
 from tinsmith.backends.torch.lora_batch import LoRABatch
 from tinsmith.backends.torch.matmul import add_matmul_, matmul
@@ -122,8 +123,8 @@ class ExpertPairs:
         x_TkC = x_NC.index_select(0, self.order.sorted_N).view(-1, self.num_choices, x_NC.shape[-1])
         return (x_TkC if weights_Tk is None else x_TkC * weights_Tk[..., None]).sum(1).to(x_NC.dtype)
 
-    def matmul(self, x_NC: Tensor, weight_ECO: Tensor) -> Tensor:
-        """[N, O]: each pair times its expert's matrix."""
+    def matmul(self, x_NC: Tensor, weights: ExpertWeights, *, back: bool = False) -> Tensor:
+        """[N, K]: each pair times its expert's matrix, or with `back` its gradient times the transpose."""
         raise NotImplementedError
 
     def expand_(self, out_NC: Tensor, u_TR: Tensor, projections: Sequence[Factors]) -> None:
@@ -170,12 +171,12 @@ class LoopedPairs(ExpertPairs):
         (ends_V,) = read(self.ends_V)
         self._bounds = list(pairwise([0, *ends_V.tolist()]))
 
-    def matmul(self, x_NC: Tensor, weight_ECO: Tensor) -> Tensor:
+    def matmul(self, x_NC: Tensor, weights: ExpertWeights, *, back: bool = False) -> Tensor:
         ends = [0, *(stop for _, stop in self._bounds[len(self.adapters) - 1 :: len(self.adapters)])]
         return torch.cat(
             [
-                matmul(x_NC[start:stop], weight_CO, x_NC.dtype)
-                for (start, stop), weight_CO in zip(pairwise(ends), weight_ECO, strict=True)
+                weights.multiply(x_NC[start:stop], expert, back=back)
+                for expert, (start, stop) in enumerate(pairwise(ends))
                 if stop > start
             ]
         )

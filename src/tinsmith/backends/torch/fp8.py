@@ -1,4 +1,4 @@
-"""Linears whose frozen weights are 8-bit floats (e4m3), with products of 8-bit operands.
+"""Frozen weights in 8-bit floats (e4m3), of linears and of experts, with products of 8-bit operands.
 
 A weight has a scale for each output, fixed at load. The rows that meet it are rounded to e4m3, too, each with a scale
 of its own, so that a product has two 8-bit operands: twice the speed of 16-bit ones on a GPU of compute capability 9.0.
@@ -9,7 +9,8 @@ may become another code, so their logprobs differ more than unquantised ones. Ad
 Elsewhere, and for sizes that the kernel does not take (multiples of 16), the same numbers are multiplied in float32.
 That is the reference, and slow. A row's scale depends on that row alone.
 
-Shapes: T rows, I inputs, O outputs.
+Shapes: E matrices (1 of a linear, or one for each expert), T rows, n rows of one expert, N rows of all sorted by
+expert, I inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from tinsmith.backends.torch.lora import ForwardContext
+from tinsmith.backends.torch.expert_weights import find_experts
 from tinsmith.backends.torch.quantised_linear import QuantisedLinear
 from tinsmith.runtime.devices import kind_of, runs_kernels
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 """The largest finite number of e4m3."""
+
+_scaled_grouped_mm = torch.ops.aten._scaled_grouped_mm.default
 
 MIN_CAPABILITY = (9, 0)
 """The first GPUs whose kernel takes a scale for each row."""
@@ -37,60 +40,104 @@ def has_fp8_kernel(device: torch.device) -> bool:
     return kind_of(device).has_kernels and torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
 
 
-def quantise_rows(x_TI: Tensor, factor_I: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The codes of each row, times `factor_I` if given, and its scale [T, 1] in float32. A row that is not finite has
-    codes or a scale that are not either, so its products are not; a row of zeros has codes of zero.
+def quantise_rows(
+    x_TI: Tensor, factors_EI: Tensor | None = None, expert_T: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The codes of each row, times the factors of its expert (int32; None: the first one's) if given, and its scale
+    [T, 1] in float32. A row that is not finite has codes or a scale that are not either, so its products are not; a row
+    of zeros has codes of zero.
     """
     if runs_kernels(x_TI):
         from tinsmith.backends.torch import fp8_kernels
 
-        return fp8_kernels.quantise_rows(x_TI, factor_I, E4M3, LARGEST)
-    wide_TI = x_TI.float() if factor_I is None else x_TI.float() * factor_I
+        return fp8_kernels.quantise_rows(x_TI, factors_EI, expert_T, E4M3, LARGEST)
+    wide_TI = x_TI.float()
+    if factors_EI is not None:
+        wide_TI = wide_TI * (factors_EI[0] if expert_T is None else factors_EI.index_select(0, expert_T))
     scale_T1 = wide_TI.abs().amax(-1, keepdim=True) / LARGEST
     # A row of zeros is divided by 1.
     codes_TI = (wide_TI / torch.where(scale_T1 == 0, 1.0, scale_T1)).clamp(-LARGEST, LARGEST).to(E4M3)
     return codes_TI, scale_T1
 
 
-class _Codes:
-    def __init__(self, weight_OI: Tensor) -> None:
-        wide_OI = weight_OI.float()
-        self.scale_O1 = wide_OI.abs().amax(-1, keepdim=True).clamp_min_(1e-30) / LARGEST
-        self.codes_OI = (wide_OI / self.scale_O1).to(E4M3)
-        self._dtype = weight_OI.dtype
-        self.num_bytes = self.codes_OI.nbytes + self.scale_O1.nbytes
+class Fp8Codes:
+    def __init__(self, weight_EOI: Tensor, device: torch.device | None = None) -> None:
+        device = weight_EOI.device if device is None else device
+        self.codes_EOI = torch.empty(weight_EOI.shape, dtype=E4M3, device=device)
+        self.scale_EO = torch.empty(weight_EOI.shape[:2], device=device)
+        self.dtype = weight_EOI.dtype
+        for index, weight_OI in enumerate(weight_EOI):
+            wide_OI = weight_OI.to(device).float()
+            scale_O1 = wide_OI.abs().amax(-1, keepdim=True).clamp_min_(1e-30) / LARGEST
+            self.codes_EOI[index].copy_(wide_OI / scale_O1)
+            self.scale_EO[index].copy_(scale_O1[:, 0])
 
     def tensors(self) -> list[Tensor]:
-        return [self.codes_OI, self.scale_O1]
+        return [self.codes_EOI, self.scale_EO]
 
-    def weight(self) -> Tensor:
-        return (self.codes_OI.float() * self.scale_O1).to(self._dtype)
+    def weight(self, index: int) -> Tensor:
+        return (self.codes_EOI[index].float() * self.scale_EO[index, :, None]).to(self.dtype)
+
+    def weights(self) -> Tensor:
+        return (self.codes_EOI.float() * self.scale_EO[..., None]).to(self.dtype)
+
+    def multiply(self, x_TI: Tensor, index: int) -> Tensor:
+        """[T, O], in the dtype of the rows."""
+        codes_OI, scale_O = self.codes_EOI[index], self.scale_EO[index]
+        return _multiply(*quantise_rows(x_TI), codes_OI.t(), scale_O[None], x_TI.dtype)
+
+    def multiply_back(self, grad_TO: Tensor, index: int) -> Tensor:
+        """[T, I]: the gradient of the rows."""
+        codes_OI, factors_1O = self.codes_EOI[index], self.scale_EO[index : index + 1]
+        ones_1I = torch.ones(1, codes_OI.shape[1], device=grad_TO.device)
+        return _multiply(*quantise_rows(grad_TO, factors_1O), _by_columns(codes_OI), ones_1I, grad_TO.dtype)
 
 
 class Fp8Linear(QuantisedLinear):
     """A frozen linear of 8-bit floats with adapters."""
 
-    _codes: _Codes
-
-    def __init__(self, name: str, group: str, linear: nn.Linear, context: ForwardContext) -> None:
-        super().__init__(name, group, linear, context, _Codes)
+    _codes: Fp8Codes
 
     def frozen_product(self, x_TI: Tensor, out_dtype: torch.dtype) -> Tensor:
-        codes = self._codes
-        return _multiply(*quantise_rows(x_TI), codes.codes_OI.t(), codes.scale_O1.t(), x_TI.dtype).to(out_dtype)
+        return self._codes.multiply(x_TI, 0).to(out_dtype)
 
     def frozen_gradient(self, grad_TO: Tensor) -> Tensor:
-        codes = self._codes
-        quantised = quantise_rows(grad_TO, codes.scale_O1[:, 0])
-        # The kernel reads its right operand by columns.
-        codes_OI = codes.codes_OI.t().contiguous().t() if runs_kernels(grad_TO) else codes.codes_OI
-        ones_1I = torch.ones(1, self.in_features, device=grad_TO.device)
-        return _multiply(*quantised, codes_OI, ones_1I, grad_TO.dtype)
+        return self._codes.multiply_back(grad_TO, 0)
 
     def forward_frozen(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             return self.forward_with_gradient(x, ())
         return self.forward_rows(x.reshape(-1, self.in_features), ())[0].view(*x.shape[:-1], -1)
+
+
+class Fp8ExpertWeights:
+    """Experts' matrices of 8-bit floats (`expert_weights.ExpertWeights`)."""
+
+    alignment, copied_bytes = 16, 1
+
+    def __init__(self, codes: Fp8Codes) -> None:
+        self._codes = codes
+
+    def multiply(self, x_nC: Tensor, expert: int, *, back: bool = False) -> Tensor:
+        return (self._codes.multiply_back if back else self._codes.multiply)(x_nC, expert)
+
+    def multiply_groups(self, x_NC: Tensor, ends_E: Tensor, *, back: bool = False) -> Tensor:
+        codes_EOI, scale_EO = self._codes.tensors()
+        if back:
+            codes_NC, scale_N1 = quantise_rows(x_NC, scale_EO, find_experts(ends_E, len(x_NC)))
+            right_ECK, scale_EK = _by_columns(codes_EOI), torch.ones_like(codes_EOI[:, 0], dtype=torch.float32)
+        else:
+            codes_NC, scale_N1 = quantise_rows(x_NC)
+            right_ECK, scale_EK = codes_EOI.mT, scale_EO
+        return _scaled_grouped_mm(codes_NC, right_ECK, scale_N1.view(-1), scale_EK, offs=ends_E, out_dtype=x_NC.dtype)
+
+    def tensors(self) -> list[Tensor]:
+        return self._codes.tensors()
+
+
+def _by_columns(codes: Tensor) -> Tensor:
+    """Matrices of codes, copied so that each column is in one piece, as the kernel reads a right operand."""
+    return codes.mT.contiguous().mT if runs_kernels(codes) else codes
 
 
 def _multiply(codes_TI: Tensor, scale_T1: Tensor, codes_IO: Tensor, scale_1O: Tensor, dtype: torch.dtype) -> Tensor:

@@ -21,11 +21,13 @@ BLOCK = 2048
 
 
 @triton.jit
-def _quantise_kernel(
-    x_ptr, factor_ptr, codes_ptr, scale_ptr, x_stride,
+def _quantise_kernel(  # noqa: PLR0913 - one launch
+    x_ptr, factor_ptr, expert_ptr, codes_ptr, scale_ptr, x_stride,
     LARGEST: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    if expert_ptr is not None:
+        factor_ptr += tl.load(expert_ptr + row) * SIZE
     largest = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, SIZE, BLOCK):
         column = start + tl.arange(0, BLOCK)
@@ -44,14 +46,18 @@ def _quantise_kernel(
     tl.store(scale_ptr + row, scale)
 
 
-def quantise_rows(x_TI: Tensor, factor_I: Tensor | None, dtype: torch.dtype, largest: float) -> tuple[Tensor, Tensor]:
-    """Codes [T, I] in `dtype` and scales [T, 1] of the rows times `factor_I`, as `fp8.quantise_rows` defines them."""
+def quantise_rows(
+    x_TI: Tensor, factors_EI: Tensor | None, expert_T: Tensor | None, dtype: torch.dtype, largest: float
+) -> tuple[Tensor, Tensor]:
+    """Codes [T, I] in `dtype` and scales [T, 1] of the rows times their factors, as `fp8.quantise_rows` defines
+    them.
+    """
     x_TI = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
     num_rows, size = x_TI.shape
     codes_TI = torch.empty(num_rows, size, dtype=dtype, device=x_TI.device)
     scale_T1 = torch.empty(num_rows, 1, dtype=torch.float32, device=x_TI.device)
     _quantise_kernel[(num_rows,)](
-        x_TI, factor_I, codes_TI, scale_T1, x_TI.stride(0),
+        x_TI, factors_EI, expert_T, codes_TI, scale_T1, x_TI.stride(0),
         LARGEST=largest, SIZE=size, BLOCK=min(BLOCK, triton.next_power_of_2(size)), num_warps=8,
     )  # fmt: skip
     return codes_TI, scale_T1

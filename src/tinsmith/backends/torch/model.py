@@ -12,7 +12,7 @@ Shapes: T rows, D hidden size, V vocabulary.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +32,6 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from tinsmith.backends.torch import quantization
 from tinsmith.backends.torch.adapters import Target
 from tinsmith.backends.torch.attention import (
     ATTENTION_NAME,
@@ -51,7 +50,8 @@ from tinsmith.backends.torch.lora import DeviceLoRABatch, ForwardContext, MultiL
 from tinsmith.backends.torch.lora_batch import LoRABatch
 from tinsmith.backends.torch.module_kernels import SwappedKernels, join_gated_products, swap_kernels
 from tinsmith.backends.torch.moe import MultiLoRAExperts, dispatch_chosen_rows
-from tinsmith.backends.torch.quantised_linear import MakeLinear, QuantisedLinear
+from tinsmith.backends.torch.quantised_linear import QuantisedLinear
+from tinsmith.backends.torch.quantization import Quantiser, choose_quantiser
 from tinsmith.backends.torch.recompute import Recompute
 from tinsmith.backends.torch.recurrent import wrap_mixers
 from tinsmith.backends.torch.servable import (
@@ -108,11 +108,13 @@ class BaseModel:
         self._context = ForwardContext()
         self._decoder = decoder_of(model)
         self.num_parameters = model.num_parameters()
-        quantization.refuse_experts(quantize, model)
         self.tied_head = _tied_head(model)
-        self.targets = _swap_linears(model, self._decoder, self._context, quantization.choose_linear_factory(quantize))
+        quantiser = choose_quantiser(quantize, self.device)
+        self.targets = _swap_linears(model, self._decoder, self._context, quantiser)
         mark_experts(model)
-        self.experts = _swap_experts(model, self._context)
+        self.experts = _swap_experts(model, self._context, quantiser)
+        if quantiser is not None:
+            _move_tensors(model, self.device)
         dispatch_chosen_rows(self._decoder, self._context)
         select_all_tokens(self._decoder)
         scale_queries(self._decoder)
@@ -157,7 +159,10 @@ class BaseModel:
             model = _load_model(shape, getattr(torch, dtype), safe)
             check_stateful_layers(model.config, model)
             tokenizer = AutoTokenizer.from_pretrained(shape.path, **safe)
-            model = cast(PreTrainedModel, cast(nn.Module, model).to(device))
+            if quantize == "off":
+                model = cast(PreTrainedModel, cast(nn.Module, model).to(device))
+            else:
+                model = _move_unquantised(model, device)
             vision = Vision.load(model, shape) if shape.vision else None
             base = cls(model, tokenizer, shape, recompute, quantize, vision)
             if shape.vocab_size > base.vocab_size:
@@ -200,20 +205,27 @@ class BaseModel:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the frozen weights, including a packed copy for decoding if there is or will be one."""
+        """Bytes of the frozen weights, including a packed copy for decoding if there is or will be one, and copies that
+        products of codes make.
+        """
         stores = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
                   for tensor in (*self.model.parameters(), *self.model.buffers())}  # fmt: skip
-        codes = sum(linear.num_bytes for linear in self.targets.values() if isinstance(linear, QuantisedLinear))
         packed = 0 if self._fused is None else self._fused.packed_bytes
-        return sum(stores.values()) + codes + packed
+        return sum(stores.values()) + sum(tensor.nbytes for tensor in self._code_tensors()) + packed + self.copied_bytes
+
+    @property
+    def copied_bytes(self) -> int:
+        """The most bytes that a product takes for matrices made from codes."""
+        return max((module.copied_bytes for module in self.experts), default=0)
 
     def frozen_tensors(self) -> list[Tensor]:
         """The weights that never change, as they are stored on the device."""
-        tensors = [*self.model.parameters(), *self.model.buffers()]
-        for linear in self.targets.values():
-            if isinstance(linear, QuantisedLinear):
-                tensors += linear.frozen_tensors()
-        return tensors
+        return [*self.model.parameters(), *self.model.buffers(), *self._code_tensors()]
+
+    def _code_tensors(self) -> list[Tensor]:
+        """The codes and scales of a quantised base."""
+        linears = [linear for linear in self.targets.values() if isinstance(linear, QuantisedLinear)]
+        return [tensor for module in (*linears, *self.experts) for tensor in module.frozen_tensors()]
 
     def adaptable_targets(self) -> list[Target]:
         experts = [target for module in self.experts for target in module.targets]
@@ -465,6 +477,23 @@ def _load_model(shape: ModelShape, dtype: torch.dtype, safe: dict[str, bool]) ->
     return model
 
 
+def _move_unquantised(model: PreTrainedModel, device: str) -> PreTrainedModel:
+    """The model with all but its layers' matrices on the device: their codes are made there one after the other."""
+    embedding = cast("nn.Embedding", model.get_input_embeddings()).weight
+    _move_tensors(model, torch.device(device), lambda weight: weight.dim() < 2 or weight is embedding)
+    return model
+
+
+def _move_tensors(model: nn.Module, device: torch.device, is_moved: Callable[[Tensor], bool] = lambda _: True) -> None:
+    for parameter in model.parameters():
+        if parameter.device != device and is_moved(parameter):
+            parameter.data = parameter.data.to(device)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[name] = buffer.to(device)
+
+
 def _attention_implementation(config: PreTrainedConfig) -> str | dict[str, str]:
     """Our attention for the text model; a vision tower keeps transformers' own, since it is not causal."""
     if "vision_config" not in config.sub_configs:
@@ -473,9 +502,10 @@ def _attention_implementation(config: PreTrainedConfig) -> str | dict[str, str]:
 
 
 def _swap_linears(
-    model: PreTrainedModel, decoder: nn.Module, context: ForwardContext, make: MakeLinear
+    model: PreTrainedModel, decoder: nn.Module, context: ForwardContext, quantiser: Quantiser | None
 ) -> dict[str, MultiLoRALinear]:
-    """`make` makes every linear except the unembedding, which is never quantised."""
+    """The unembedding is never quantised."""
+    make = MultiLoRALinear if quantiser is None else quantiser.make_linear
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise SettingsError(f"{type(model).__name__} has no linear unembedding")
@@ -511,11 +541,13 @@ def _tied_head(model: PreTrainedModel) -> str | None:
     return names[head] if names[embeddings] == EMBED_TOKENS else None
 
 
-def _swap_experts(model: PreTrainedModel, context: ForwardContext) -> list[MultiLoRAExperts]:
-    swapped = []
+def _swap_experts(
+    model: PreTrainedModel, context: ForwardContext, quantiser: Quantiser | None
+) -> list[MultiLoRAExperts]:
+    swapped, quantise = [], None if quantiser is None else quantiser.make_expert_weights
     for name, module in list(model.named_modules()):
         if is_experts(module):
-            swapped.append(MultiLoRAExperts(text_name(name), module, context))
+            swapped.append(MultiLoRAExperts(text_name(name), module, context, quantise))
             parent_name, _, last = name.rpartition(".")
             setattr(model.get_submodule(parent_name), last, swapped[-1])
     return swapped

@@ -14,6 +14,7 @@ On CUDA of compute capability 9.0 or 10.0, in bfloat16, where sizes are multiple
 `MAX_RANKS`, the base model's products are torch's grouped ones and all else are kernels (`expert_kernels`); nothing is
 read from the device. With transformers' default gate and SiLU, a pair keeps only its outputs of gate and up, without
 deltas, for backward (`_FusedFunction`). Elsewhere the reference, a loop over experts, reads the groups' sizes first.
+The base model's matrices may be codes (`quantization`), from which `expert_weights` makes the same products.
 
 Gradients go into the adapters' own buffers, as in `lora.MultiLoRALinear`. Knows no loss, optimizer, file or tenant.
 
@@ -23,6 +24,7 @@ gate), r rank, R low-rank values of a row, n rows of a segment.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple, cast
@@ -31,11 +33,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import grouped_mm
 from transformers.integrations.moe import _default_apply_gate
 
 from tinsmith.backends.torch.adapters import Adapter, ExpertStack, Layout, Target, extend_rows
 from tinsmith.backends.torch.expert_pairs import ExpertPairs, Factors, LoopedPairs, count_ranks, rank_slices
+from tinsmith.backends.torch.expert_weights import ExpertWeights, MakeExpertWeights, PlainWeights
 from tinsmith.backends.torch.host import upload
 from tinsmith.backends.torch.lora import DeviceLoRABatch, ForwardContext, anchor
 from tinsmith.backends.torch.lora_batch import BLOCK_ROWS, LoRABatch
@@ -62,7 +64,9 @@ class MultiLoRAExperts(nn.Module):
     down_proj: Tensor
     down_proj_bias: Tensor
 
-    def __init__(self, name: str, experts: nn.Module, context: ForwardContext) -> None:
+    def __init__(
+        self, name: str, experts: nn.Module, context: ForwardContext, quantise: MakeExpertWeights | None = None
+    ) -> None:
         super().__init__()
         if getattr(experts, "has_post_expert_norm", False):
             raise SettingsError(
@@ -75,6 +79,7 @@ class MultiLoRAExperts(nn.Module):
         self.has_bias = bool(experts.has_bias)
         self.transposed = bool(experts.is_transposed)
         self.num_experts, *sizes = self.down_proj.shape
+        self.dtype = self.down_proj.dtype
         self.inner_features, self.hidden_features = sizes if self.transposed else reversed(sizes)
         self.has_gate = bool(experts.has_gate)
         self._interleaved = self.has_gate and not experts.is_concatenated
@@ -94,6 +99,20 @@ class MultiLoRAExperts(nn.Module):
         """Maps [N, G] to [N, I]."""
         self.activation = find_activation(self.apply_gate) if self.has_gate else None
         """Of gates that are adjacent halves; None for others."""
+        self._codes = None if quantise is None else self._quantise(quantise)
+
+    def _quantise(self, quantise: MakeExpertWeights) -> tuple[ExpertWeights, ExpertWeights]:
+        """Codes in place of both matrices, which the model's own module loses, too."""
+        outer_name = "gate_up_proj" if self.has_gate else "up_proj"
+        matrices = [weight_E.mT if self.transposed else weight_E for weight_E in (self.outer_proj, self.down_proj)]
+        outer, down = (quantise(weight_EOI.detach()) for weight_EOI in matrices)
+        for module, name in itertools.product((self, self.module), (outer_name, "down_proj")):
+            del module._parameters[name]
+        return outer, down
+
+    @property
+    def is_quantised(self) -> bool:
+        return self._codes is not None
 
     @property
     def module(self) -> nn.Module:
@@ -104,6 +123,27 @@ class MultiLoRAExperts(nn.Module):
     def outer_proj(self) -> Tensor:
         """The matrix that reads the hidden states: gate and up, or only up."""
         return cast(Tensor, self.gate_up_proj if self.has_gate else self.up_proj)
+
+    @property
+    def outer(self) -> ExpertWeights:
+        """Of gate and up, or only up."""
+        return PlainWeights(self.outer_proj, self.transposed) if self._codes is None else self._codes[0]
+
+    @property
+    def down(self) -> ExpertWeights:
+        return PlainWeights(self.down_proj, self.transposed) if self._codes is None else self._codes[1]
+
+    def frozen_tensors(self) -> list[Tensor]:
+        """The codes and scales; empty without."""
+        return [*self.outer.tensors(), *self.down.tensors()]
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes that a product of the larger projection takes for matrices made from codes: on the grouped path those
+        of all experts at once.
+        """
+        size = self.hidden_features * self.inner_features * len(self.columns)
+        return self.outer.copied_bytes * size * (self.num_experts if self._is_grouped([]) else 1)
 
     @property
     def outer_bias(self) -> Tensor:
@@ -144,8 +184,9 @@ class MultiLoRAExperts(nn.Module):
     def forward(self, hidden_TD: Tensor, *choices: Tensor) -> Tensor:
         """[T, D]. `choices`: the experts of each row [T, k], and the router's weights of them."""
         lora_batch = self._context.lora_batch
-        if lora_batch is None:
+        if lora_batch is None and self._codes is None:
             return self.module(hidden_TD, *choices)
+        lora_batch = LoRABatch.of_base(len(hidden_TD)) if lora_batch is None else lora_batch
         index_Tk, weights_Tk = choices
         self._choices = index_Tk.shape[1]
         if isinstance(lora_batch, DeviceLoRABatch) and lora_batch.is_captured:
@@ -182,7 +223,7 @@ class MultiLoRAExperts(nn.Module):
         expert_N = pairs.index_nk.view(-1)
         num_choices = index_Tk.shape[1]
         x_ND = repeat_rows(hidden_TD, pairs.sorted_N, num_choices)
-        y_NG = grouped_mm(x_ND, self.orient(self.outer_proj), offs=pairs.ends_E)
+        y_NG = self.outer.multiply_groups(x_ND, pairs.ends_E)
         if self.has_bias:
             y_NG += self.outer_bias.index_select(0, expert_N.index_select(0, pairs.pair_N))
         tables = [
@@ -196,7 +237,7 @@ class MultiLoRAExperts(nn.Module):
                     y_NG, u_PSTr, rows_T2, pairs, parts_P5, self.inner_features, layout.rank, hidden_TD
                 )
         inner_NI = self.apply_gate(y_NG)
-        y_ND = grouped_mm(inner_NI, self.orient(self.down_proj), offs=pairs.ends_E)
+        y_ND = self.down.multiply_groups(inner_NI, pairs.ends_E)
         if self.has_bias:
             y_ND += self.down_proj_bias.index_select(0, expert_N.index_select(0, pairs.pair_N))
         out_TD = combine_pairs(y_ND, pairs.sorted_N, num_choices, weights_Tk)
@@ -206,10 +247,6 @@ class MultiLoRAExperts(nn.Module):
                 u_1kTr = kernels.shrink_pairs(inner_NI, rows_T2, pairs, weights_Tk, parts_15, layout.rank)
                 lora_kernels.expand_(out_TD, u_1kTr, blocks_B4, *tiles, layout.rank, BLOCK_ROWS, hidden_TD)
         return out_TD
-
-    def orient(self, weight_E: Tensor, *, back: bool = False) -> Tensor:
-        """Each expert's matrix as the right operand of its rows, or in backward (`back`) of their gradients."""
-        return weight_E.mT if self.transposed == back else weight_E
 
     def _device_parts(
         self, layout: Layout, device: torch.device
@@ -247,11 +284,11 @@ class MultiLoRAExperts(nn.Module):
         return f"grouped_mm and kernels for ranks up to {MAX_RANKS}" if self._is_grouped([]) else "loop over experts"
 
     def _is_grouped(self, adapters: Sequence[Adapter | None]) -> bool:
-        """Whether the kernels support these matrices: each row must begin at a multiple of 16 bytes."""
-        sizes_fit = all(size % 8 == 0 for size in (self.hidden_features, self.inner_features))
+        """Whether the kernels support these matrices."""
+        sizes_fit = all(size % self.outer.alignment == 0 for size in (self.hidden_features, self.inner_features))
         ranks_fit = all(adapter is None or adapter.layout.rank <= MAX_RANKS for adapter in adapters)
-        is_half = self.down_proj.dtype == torch.bfloat16
-        return is_half and sizes_fit and ranks_fit and has_grouped_mm(self.down_proj.device)
+        device = (self.frozen_tensors() or [self.down_proj])[0].device
+        return self.dtype == torch.bfloat16 and sizes_fit and ranks_fit and has_grouped_mm(device)
 
 
 def _choose_gate(experts: nn.Module, has_gate: bool) -> Callable[[Tensor], Tensor]:
@@ -280,7 +317,7 @@ def _forward_weighted_inputs(
     context: ForwardContext,
     hidden: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    if context.lora_batch is None:
+    if context.lora_batch is None and not mixture.experts.is_quantised:
         return forward(hidden)
     hidden_TD = hidden.flatten(0, -2)
     scores_TE, logits_TE = mixture.router(hidden_TD)
@@ -377,7 +414,7 @@ class _Call:
 
     def _base_gate_up(self, hidden_TD: Tensor) -> Tensor:
         """[N, G] without deltas."""
-        y_NG = self._expert_matmul(self._pairs.repeat_rows(hidden_TD), self._experts.outer_proj)
+        y_NG = self._pairs.matmul(self._pairs.repeat_rows(hidden_TD), self._experts.outer)
         if self._experts.has_bias:
             self._pairs.add_bias_(y_NG, self._experts.outer_bias)
         return y_NG
@@ -398,7 +435,7 @@ class _Call:
         pairs, grad_TD = self._pairs, None
         pairs.add_outer_(grad_NG, u_TR, self._outer)
         if need_input:
-            grad_TD = pairs.combine(self._expert_matmul(grad_NG, self._experts.outer_proj, back=True))
+            grad_TD = pairs.combine(pairs.matmul(grad_NG, self._experts.outer, back=True))
         grad_TR = pairs.combine(grad_NR)
         for adapter, names, rows, ranks, a_RD in self._shared_rows(self._outer):
             grad_nR = grad_TR[rows, ranks]
@@ -412,7 +449,7 @@ class _Call:
     def _combine_down(self, inner_NI: Tensor, v_NR: Tensor, weights_Tk: Tensor) -> tuple[Tensor, Tensor]:
         """[T, D], and the rows' sums [T, R] of the pairs' weighted x A^T."""
         pairs, experts = self._pairs, self._experts
-        out_TD = pairs.combine(self._expert_matmul(inner_NI, experts.down_proj), weights_Tk)
+        out_TD = pairs.combine(pairs.matmul(inner_NI, experts.down), weights_Tk)
         if experts.has_bias:
             shares_TE = out_TD.new_zeros(len(out_TD), experts.num_experts)
             shares_TE.scatter_add_(1, self._index_Tk, weights_Tk.to(out_TD.dtype))
@@ -433,7 +470,7 @@ class _Call:
             if adapter.gradients is not None:
                 grad_b_1Dr = adapter.gradients[name][1]
                 add_matmul_(grad_b_1Dr[0].t(), sums_TR[rows, ranks].t(), grad_TD[rows], adapter.scale)
-        return self._expert_matmul(grad_ND, self._experts.down_proj, back=True), z_TR
+        return self._pairs.matmul(grad_ND, self._experts.down, back=True), z_TR
 
     def _add_bias_products(self, grad_weights_Tk: Tensor, grad_TD: Tensor) -> Tensor:
         """Add what down's biases contribute to the gradient of the router's weights."""
@@ -448,10 +485,6 @@ class _Call:
             if adapter is not None:
                 for names, ranks, matrix in _join_shared(adapter, projections):
                     yield _SharedRows(adapter, names, slice(start, stop), ranks, matrix)
-
-    def _expert_matmul(self, x_NC: Tensor, weight_E: Tensor, *, back: bool = False) -> Tensor:
-        """Each expert's pairs times its matrix, or in backward (`back`) times its transpose."""
-        return self._pairs.matmul(x_NC, self._experts.orient(weight_E, back=back))
 
 
 def _join_shared(adapter: Adapter, projections: Sequence[Factors]) -> list[tuple[list[str], slice, Tensor]]:

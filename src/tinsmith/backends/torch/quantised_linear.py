@@ -1,8 +1,8 @@
-"""A linear with adapters whose frozen weight is stored as codes, in whatever format.
+"""Frozen weights stored as codes, in whatever format, and a linear with adapters over them.
 
 `quantization` chooses the format; `fp8` also multiplies codes. Knows no format.
 
-Shapes: I inputs and O outputs of a linear.
+Shapes: E matrices (1 of a linear, or one for each expert), I inputs and O outputs of a linear.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from tinsmith.backends.torch.lora import ForwardContext, MultiLoRALinear
@@ -18,12 +19,21 @@ MakeLinear = Callable[[str, str, nn.Linear, ForwardContext], MultiLoRALinear]
 
 
 class WeightCodes(Protocol):
-    """A quantised weight."""
+    """Quantised matrices of one shape [E, O, I], and the dtype of the values that they stand for."""
 
-    num_bytes: int
+    dtype: torch.dtype
 
-    def tensors(self) -> list[Tensor]: ...
-    def weight(self) -> Tensor: ...
+    def tensors(self) -> list[Tensor]:
+        """The codes and scales."""
+        ...
+
+    def weight(self, index: int) -> Tensor:
+        """[O, I], dequantised."""
+        ...
+
+    def weights(self) -> Tensor:
+        """[E, O, I], dequantised."""
+        ...
 
 
 class QuantisedLinear(MultiLoRALinear):
@@ -39,12 +49,7 @@ class QuantisedLinear(MultiLoRALinear):
     ) -> None:
         super().__init__(name, group, linear, context)
         del self._parameters["weight"]
-        self._codes = quantise(linear.weight.detach())
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the stored codes and scales."""
-        return self._codes.num_bytes
+        self._codes = quantise(linear.weight.detach()[None])
 
     def frozen_tensors(self) -> list[Tensor]:
         """The codes and scales."""
@@ -53,5 +58,5 @@ class QuantisedLinear(MultiLoRALinear):
     def __getattr__(self, name: str) -> Tensor | nn.Module:
         # Called for missing attributes, as it is for a parameter of that name.
         if name == "weight" and (codes := self.__dict__.get("_codes")) is not None:
-            return codes.weight()
+            return codes.weight(0)
         return super().__getattr__(name)

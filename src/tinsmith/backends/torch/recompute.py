@@ -120,10 +120,10 @@ class Recompute:
         saved = working = 0.0
         for module in self._experts:
             if module.is_fused:
-                saved += module.saved_per_row * module.down_proj.element_size()
-                working = max(working, module.working_per_row * module.down_proj.element_size())
+                saved += module.saved_per_row * module.dtype.itemsize
+                working = max(working, module.working_per_row * module.dtype.itemsize)
             else:
-                saved += SAVED_PER_LINEAR * module.features_per_row * module.down_proj.element_size()
+                saved += SAVED_PER_LINEAR * module.features_per_row * module.dtype.itemsize
         return saved + working
 
     def _wrap_forward(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
