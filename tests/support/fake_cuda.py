@@ -49,7 +49,8 @@ from tinsmith.backends.torch import (
 )
 from tinsmith.backends.torch.attention import register_attention
 from tinsmith.backends.torch.custom_loss import CustomRun
-from tinsmith.backends.torch.model import BaseModel, _attention_implementation
+from tinsmith.backends.torch.loading import choose_attention
+from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.state_steps import StateSlots
 from tinsmith.backends.torch.vision import Features, Vision
 from tinsmith.plan import fused_layers
@@ -389,7 +390,7 @@ def load(kind: type[BaseModel], shape: ModelShape, dtype: torch.dtype, *options:
     auto = AutoModelForImageTextToText if shape.vision else AutoModelForCausalLM
     with no_init_weights():  # one that draws until all numbers are near zero would never end
         model = auto.from_config(
-            config, dtype=dtype, attn_implementation=_attention_implementation(config), experts_implementation="eager"
+            config, dtype=dtype, attn_implementation=choose_attention(config), experts_implementation="eager"
         )
     if on_device:
         _move(model)

@@ -391,6 +391,9 @@ own. Of a model with another vision tower only the text part is served (Mistral 
 `train_attn` trains layers with a state, too; `train_mlp` trains experts, shared experts and dense layers, never the
 router.
 
+Files in mxfp4 (gpt-oss) or in fp8 with blocks are loaded as the numbers that their codes stand for, and take
+`--quantize` like others; other formats are refused.
+
 ## Releases of transformers and torch
 
 {releases}. These ranges are in `src/tinsmith/plan/versions.py`.

@@ -11,30 +11,24 @@ Shapes: T rows, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import structlog
 import torch
 from torch import Tensor, nn
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     AutoTokenizer,
-    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
 from tinsmith.backends.torch.adapters import Target
 from tinsmith.backends.torch.attention import (
-    ATTENTION_NAME,
     PLAN_KEY,
     AttentionPlan,
     AttentionProbe,
@@ -46,6 +40,7 @@ from tinsmith.backends.torch.attention import (
 from tinsmith.backends.torch.decoder_check import TOLERANCES, measure_difference
 from tinsmith.backends.torch.fp8 import Fp8Linear
 from tinsmith.backends.torch.host import upload
+from tinsmith.backends.torch.loading import choose_attention, load_model, move_tensors, move_unquantised
 from tinsmith.backends.torch.lora import DeviceLoRABatch, ForwardContext, MultiLoRALinear
 from tinsmith.backends.torch.lora_batch import LoRABatch
 from tinsmith.backends.torch.module_kernels import SwappedKernels, join_gated_products, swap_kernels
@@ -55,7 +50,6 @@ from tinsmith.backends.torch.quantization import Quantiser, choose_quantiser
 from tinsmith.backends.torch.recompute import Recompute
 from tinsmith.backends.torch.recurrent import wrap_mixers
 from tinsmith.backends.torch.servable import (
-    check_config,
     check_layers,
     check_parameters,
     check_stateful_layers,
@@ -78,13 +72,10 @@ from tinsmith.plan.mixers import MixerLinears
 from tinsmith.plan.versions import list_untested_versions
 from tinsmith.runtime import malloc
 from tinsmith.runtime.devices import choose_device, kind_of, select_device
-from tinsmith.types import I32, I64, VISION_TYPES, Image, ModelShape, mixes_tokens
-from tinsmith.wire.adapter_files import EMBED_TOKENS, PLAIN, WRAPPED, text_name
+from tinsmith.types import I32, I64, Image, ModelShape, mixes_tokens
+from tinsmith.wire.adapter_files import EMBED_TOKENS, text_name
 
 log = structlog.get_logger()
-
-TEXT_KEYS = {r"^language_model\.": "", rf"^{re.escape(WRAPPED)}": PLAIN}
-"""Maps weight names in files of a wrapper, including older ones, to those of its text model."""
 
 
 class BaseModel:
@@ -114,7 +105,7 @@ class BaseModel:
         mark_experts(model)
         self.experts = _swap_experts(model, self._context, quantiser)
         if quantiser is not None:
-            _move_tensors(model, self.device)
+            move_tensors(model, self.device)
         dispatch_chosen_rows(self._decoder, self._context)
         select_all_tokens(self._decoder)
         scale_queries(self._decoder)
@@ -156,13 +147,13 @@ class BaseModel:
         # Never load code or pickles from the directory.
         safe = {"trust_remote_code": False, "local_files_only": True}
         with raise_settings_errors(shape):
-            model = _load_model(shape, getattr(torch, dtype), safe)
+            model = load_model(shape, getattr(torch, dtype), safe)
             check_stateful_layers(model.config, model)
             tokenizer = AutoTokenizer.from_pretrained(shape.path, **safe)
             if quantize == "off":
                 model = cast(PreTrainedModel, cast(nn.Module, model).to(device))
             else:
-                model = _move_unquantised(model, device)
+                model = move_unquantised(model, device)
             vision = Vision.load(model, shape) if shape.vision else None
             base = cls(model, tokenizer, shape, recompute, quantize, vision)
             if shape.vocab_size > base.vocab_size:
@@ -417,7 +408,7 @@ class BaseModel:
         """[T, V]: the logits of the model's own forward."""
         self.model.set_attn_implementation("eager")
         logits_TV = self.model(**inputs, use_cache=False).logits[0].float()
-        self.model.set_attn_implementation(_attention_implementation(self.model.config))
+        self.model.set_attn_implementation(choose_attention(self.model.config))
         return logits_TV
 
     @property
@@ -436,69 +427,6 @@ class BaseModel:
                 f"{type(self.model).__name__} cannot be served: its logits {how} differ from its own "
                 f"by {error:.2g} (relative)"
             )
-
-
-def _load_model(shape: ModelShape, dtype: torch.dtype, safe: dict[str, bool]) -> PreTrainedModel:
-    """The model. Of a wrapper around a text model, only the text model if transformers has a class for it and images
-    are not served. Raises SettingsError if a weight is missing from the files: it would be random.
-    """
-    config = AutoConfig.from_pretrained(shape.path, **safe)
-    check_config(config, shape.max_context_length)
-    text_options: dict[str, Any] = {}
-    auto, text = AutoModelForCausalLM, config.get_text_config()
-    # transformers lists the wrapper of Gemma 3 among the causal language models, too.
-    is_text_model = type(config) in AutoModelForCausalLM._model_mapping and config.model_type not in VISION_TYPES
-    if not is_text_model:
-        if text is not config and type(text) in AutoModelForCausalLM._model_mapping and shape.vision is None:
-            text_options = {"config": text, "key_mapping": TEXT_KEYS}
-        elif config.model_type in VISION_TYPES:
-            auto = AutoModelForImageTextToText
-        else:
-            raise SettingsError(f"{config.model_type!r} has no causal language model in transformers")
-    loaded = auto.from_pretrained(
-        shape.path,
-        dtype=dtype,
-        attn_implementation=ATTENTION_NAME if text_options else _attention_implementation(config),
-        experts_implementation="eager",
-        use_safetensors=True,
-        output_loading_info=True,
-        **text_options,
-        **safe,
-    )
-    model, loading = cast("tuple[PreTrainedModel, dict[str, list[str]]]", loaded)
-    if absent := sorted(loading["missing_keys"]):
-        raise SettingsError(
-            f"{shape.path} lacks {len(absent)} weights of {type(model).__name__}, such as {absent[0]}; the files are "
-            "not those of this architecture"
-        )
-    if auto is AutoModelForImageTextToText and shape.vision is None:
-        # Keep the wrapper without its tower, so that weight names stay the same.
-        del model.model.visual
-    return model
-
-
-def _move_unquantised(model: PreTrainedModel, device: str) -> PreTrainedModel:
-    """The model with all but its layers' matrices on the device: their codes are made there one after the other."""
-    embedding = cast("nn.Embedding", model.get_input_embeddings()).weight
-    _move_tensors(model, torch.device(device), lambda weight: weight.dim() < 2 or weight is embedding)
-    return model
-
-
-def _move_tensors(model: nn.Module, device: torch.device, is_moved: Callable[[Tensor], bool] = lambda _: True) -> None:
-    for parameter in model.parameters():
-        if parameter.device != device and is_moved(parameter):
-            parameter.data = parameter.data.to(device)
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != device:
-                module._buffers[name] = buffer.to(device)
-
-
-def _attention_implementation(config: PreTrainedConfig) -> str | dict[str, str]:
-    """Our attention for the text model; a vision tower keeps transformers' own, since it is not causal."""
-    if "vision_config" not in config.sub_configs:
-        return ATTENTION_NAME
-    return {"": ATTENTION_NAME, "text_config": ATTENTION_NAME, "vision_config": "sdpa"}
 
 
 def _swap_linears(
