@@ -10,7 +10,7 @@ PARALLEL := -n $${TEST_WORKERS:-3} --dist loadfile --no-loadscope-reorder
 TESTS := $(addprefix tests/,unit integration contract e2e fault cluster fuzz)
 STAMP := $(VENV)/.installed
 # What the versions of other packages can break: families, samplers, the SDK's surface, the wire, journeys.
-VERSIONED := $(addprefix tests/unit/test_,families.py start_check.py wrappers.py vision.py vision_sampling.py vision_gemma3.py \
+VERSIONED := $(addprefix tests/unit/test_,families.py loading.py start_check.py wrappers.py vision.py vision_sampling.py vision_gemma3.py \
 	recurrent.py delta_rule.py local_sampler.py prompt_logprobs.py contiguous_kv.py kv_cache.py attention.py decoder.py lora.py \
 	losses.py experts.py torch_backend.py adapters.py merging.py tied_adapters.py connections.py versions.py schemas.py \
 	tool_grammars.py harmony.py) \

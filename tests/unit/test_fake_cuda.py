@@ -362,6 +362,9 @@ def test_quantised_experts_train_in_groups_without_reads_of_their_own(
         backend = open_backend(shape, quantize=kind)
         assert all(experts.is_quantised and experts.can_capture for experts in backend.base.experts)
         assert {tensor.device for tensor in backend.base.frozen_tensors()} == {DEVICE}
+        experts = backend.base.experts[0]
+        size = experts.num_experts * 2 * experts.hidden_features * experts.inner_features
+        assert backend.base.copied_bytes == 2 * size * (1 if kind == "fp8" else 2), "once more in graphs"
         device.strict, device.reads = True, 0  # codes are made on the host, at load
         three = (Pass(str(i), str(i), data(9 + i, 4), "cross_entropy", {}, False) for i in range(3))
         step(backend, *three)

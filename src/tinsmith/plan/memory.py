@@ -256,11 +256,11 @@ def packed_bytes(model: Architecture, *, dtype: str, quantize: str, cuda: bool) 
 
 def copied_bytes(model: Architecture, *, dtype: str, quantize: str, cuda: bool) -> int:
     """What a product of quantised experts takes for matrices made from codes: of gate and up, on a GPU of all experts
-    at once.
+    at once, and as much again in the graphs of decode steps.
     """
     if quantize == "off":
         return 0
-    sizes = [linear.inputs * linear.outputs * (linear.copies if cuda else 1) for linear in model.linears
+    sizes = [linear.inputs * linear.outputs * (2 * linear.copies if cuda else 1) for linear in model.linears
              if linear.copies > 1 and not linear.name.endswith("w2")]  # fmt: skip
     return sum(sizes) * (1 if quantize == "fp8" and cuda else DTYPE_BYTES[dtype])
 

@@ -206,8 +206,8 @@ class BaseModel:
 
     @property
     def copied_bytes(self) -> int:
-        """The most bytes that a product takes for matrices made from codes."""
-        return max((module.copied_bytes for module in self.experts), default=0)
+        """The most bytes that a product takes for matrices made from codes, which graphs have to themselves."""
+        return (1 + self.can_capture) * max((module.copied_bytes for module in self.experts), default=0)
 
     def frozen_tensors(self) -> list[Tensor]:
         """The weights that never change, as they are stored on the device."""
