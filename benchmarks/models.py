@@ -9,7 +9,8 @@
 | h50 | 512 | 8 | 8 (4) of 64 | 2,048 | 8,192 | 46 M, Qwen3.5's layers: three of four are gated delta nets |
 | m500 | 1,024 | 28 | 16 (8) of 128 | 3,072 | 151,936 | 596 M, Qwen3-0.6B's shape |
 
-`qwen3-0.6b`, `-1.7b`, `-4b` and `-8b` have the shapes of those models, in bfloat16 (`write_random`).
+`qwen3-0.6b`, `-1.7b`, `-4b` and `-8b` have the shapes of those models, in bfloat16 (`write_random`), and so have those
+of `SHAPES`, some with a part of the layers.
 """
 
 from __future__ import annotations
@@ -74,6 +75,74 @@ QWEN3 = {
 }
 """Hidden size, layers, heads and inner size; all have 8 key heads of 128 and 151,936 words."""
 
+SHAPES: dict[str, dict[str, object]] = {
+    "qwen3-30b-a3b-12l": {
+        "model_type": "qwen3_moe",
+        "vocab_size": 151_936,
+        "hidden_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+    },
+    "qwen3.5-4b": {
+        "model_type": "qwen3_5_text",
+        "vocab_size": 248_320,
+        "hidden_size": 2560,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "intermediate_size": 9216,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "tie_word_embeddings": True,
+    },
+    "gpt-oss-20b-4l": {
+        "model_type": "gpt_oss",
+        "vocab_size": 201_088,
+        "hidden_size": 2880,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 2880,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "tie_word_embeddings": False,
+    },
+}
+"""Mixtures and a model with states. The names end with the number of layers where these are not all."""
+
+SMALL: dict[str, object] = {
+    "vocab_size": 8192,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+"""In place of a shape's sizes, to try a benchmark."""
+
 PART_BYTES = 4 * 10**9
 """Weights of one file."""
 
@@ -84,8 +153,8 @@ def make(size: str, directory: Path, device: str = "cpu") -> Path:
     """
     if (directory / "config.json").exists():
         return directory
-    if size in QWEN3:
-        return write_random(qwen3(size), directory, device)
+    if size in QWEN3 or size in SHAPES:
+        return write_random(shape_of(size), directory, device)
     overrides = {"max_position_embeddings": CONTEXT, "tie_word_embeddings": size == "m500", "eos_token_id": 0}
     config = AutoConfig.for_model(str(SIZES[size].get("model_type", "qwen3")), **SIZES[size] | overrides)
     torch.manual_seed(0)
@@ -93,6 +162,14 @@ def make(size: str, directory: Path, device: str = "cpu") -> Path:
     write_tokenizer(config.vocab_size, directory)
     model.save_pretrained(directory)  # last but for config.json: a directory that has it is whole
     return directory
+
+
+def shape_of(name: str, *, is_small: bool = False, context: int = CONTEXT) -> PreTrainedConfig:
+    """The configuration of a model of `QWEN3` or `SHAPES`."""
+    shape = {"model_type": "qwen3", **qwen3(name).to_diff_dict()} if name in QWEN3 else SHAPES[name]
+    sizes = shape | ({key: size for key, size in SMALL.items() if key in shape} if is_small else {})
+    options = {"max_position_embeddings": context, "eos_token_id": 0}
+    return AutoConfig.for_model(**sizes | options)  # pyright: ignore[reportArgumentType]
 
 
 def qwen3(size: str) -> PreTrainedConfig:
@@ -154,7 +231,7 @@ def write_tokenizer(vocab_size: int, directory: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("size", choices=[*SIZES, *QWEN3])
+    parser.add_argument("size", choices=[*SIZES, *QWEN3, *SHAPES])
     parser.add_argument("directory", type=Path)
     args = parser.parse_args()
     sys.stdout.write(f"{make(args.size, args.directory)}\n")

@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py without a GPU: it measures, and writes no page (`make test-benchmarks`)."""
+"""benchmarks/gpu.py and gpu_service.py without a GPU: they measure, and write no page (`make test-benchmarks`)."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 
-def benchmark(*flags: str) -> subprocess.CompletedProcess[str]:
+def benchmark(*flags: str, script: Path = SCRIPT) -> subprocess.CompletedProcess[str]:
     # Several threads take minutes on a busy machine.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    command = [sys.executable, str(SCRIPT), *flags]
+    command = [sys.executable, str(script), *flags]
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
@@ -83,6 +83,23 @@ def test_memory_that_runs_out_costs_peft_recomputation_and_then_size(monkeypatch
     assert contestant.figures(1e12) == {"failed": "OutOfMemoryError: 16 GiB"}
     base = peft.base()
     assert not any("lora" in name for name, _ in base.named_parameters())
+
+
+def test_the_service_is_measured_without_a_gpu(tmp_path: Path) -> None:
+    file, names = tmp_path / "figures.json", ("qwen3-30b-a3b-12l", "qwen3-30b-a3b-12l, fp8")
+    script = SCRIPT.with_name("gpu_service.py")
+    completed = benchmark(names[0], "--small", "--quantize", "off", "fp8", "--json", str(file), script=script)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    figures = json.loads(file.read_text())
+    assert figures.keys() == set(names)
+    for name in names:
+        assert len(figures[name]) == 1 + 2 + 8 + 1 + 1 + 1 + 1
+        assert all(value > 0 for row in figures[name].values() for value in row.values()), figures[name]
+        assert figures[name]["training, 8 x 16, 8 adapters"].keys() == {"tokens_per_s", "one_by_one", "first_s"}
+    late = benchmark(names[0], "--small", "--seconds", "0", script=script)
+    assert late.returncode == 0 and late.stdout.splitlines()[-1].endswith("not run: all of qwen3-30b-a3b-12l")
+    refused = benchmark("gpt-2", "--small", script=script)
+    assert refused.returncode == 2 and "unknown models: gpt-2; choose of" in refused.stderr
 
 
 def test_a_page_is_of_a_gpu_only(tmp_path: Path) -> None:
