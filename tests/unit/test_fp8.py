@@ -93,19 +93,20 @@ def test_products_and_gradients_are_those_of_the_codes(inputs: int, outputs: int
 
 @pytest.mark.parametrize("factors", ["none", "of one", "of each row's"])
 def test_the_kernel_rounds_rows_as_plain_operations_do(factors: str) -> None:
-    """Triton's interpreter rounds some numbers to the other neighbour."""
+    """Triton's interpreter rounds to 8 bits in its own way, and so gets float32 to write."""
     x_TI, factors_EI = draw(9, 300), draw(4, 300, seed=1).abs().float()
     x_TI[3] = 0
     expert_T = torch.tensor([0, 0, 0, 2, 2, 2, 2, 2, 3], dtype=torch.int32, device=WHERE)
     arguments = {"none": (None, None), "of one": (factors_EI[:1], None), "of each row's": (factors_EI, expert_T)}
     kernels = pytest.importorskip("tinsmith.backends.torch.fp8_kernels")
-    codes_TI, scale_T1 = kernels.quantise_rows(x_TI, *arguments[factors], E4M3, LARGEST)
+    dtype = E4M3 if NAMED and ON_CUDA else torch.float32
+    codes_TI, scale_T1 = kernels.quantise_rows(x_TI, *arguments[factors], dtype, LARGEST)
     wide_TI = x_TI.float()
     if factors != "none":
         wide_TI *= factors_EI[0] if factors == "of one" else factors_EI[expert_T.long()]
     assert torch.equal(scale_T1, wide_TI.abs().amax(1, keepdim=True) / LARGEST)
-    values_TI = codes_TI.float() * scale_T1
-    assert bool(((values_TI - wide_TI).abs() <= wide_TI.abs() / 8 + scale_T1 * 2.0**-9).all())
+    expected_TI = (wide_TI / torch.where(scale_T1 == 0, 1.0, scale_T1)).to(dtype)
+    torch.testing.assert_close(codes_TI.float(), expected_TI.float(), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("back", [False, True])
