@@ -34,7 +34,7 @@ SDK_RESULTS = TESTS / "clients" / "sdk_results.json"
 """Results of scripts/test-sdks, by minor version."""
 LEDGER = DOCUMENT.with_name("ledger.csv")
 """Tinsmith's features with their tests and what these run against; edited by hand."""
-LEDGER_ROWS = {"S": 16, "T": 15, "O": 8, "K": 12, "X": 14, "A": 8, "C": 13, "D": 6, "F": 9, "I": 9}
+LEDGER_ROWS = {"S": 17, "T": 15, "O": 8, "K": 16, "X": 18, "A": 8, "C": 13, "D": 6, "F": 9, "I": 9}
 """The number of rows of each letter; B46 and Z stand alone."""
 AGAINST = {
     "real": "against what users run",

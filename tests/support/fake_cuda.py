@@ -300,7 +300,11 @@ def _write_rows(store_PSGE: Tensor, slots_n: Tensor, k_nGD: Tensor, v_nGD: Tenso
 
 
 def _step_convolution(
-    hidden_states: Tensor, conv_state: StateSlots, weight: Tensor, bias: Tensor | None = None, _: str | None = None
+    hidden_states: Tensor,
+    conv_state: StateSlots,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
 ) -> Tensor:
     num, channels, length = hidden_states.shape
     _check_slots(conv_state, num)

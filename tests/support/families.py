@@ -391,12 +391,14 @@ own. Of a model with another vision tower only the text part is served (Mistral 
 `train_attn` trains layers with a state, too; `train_mlp` trains experts, shared experts and dense layers, never the
 router.
 
+A CUDA graph can hold the decode steps of all families but Phi-3.5-MoE (`test_captured_families.py`).
+
 Files in mxfp4 (gpt-oss) or in fp8 with blocks are loaded as the numbers that their codes stand for, and take
 `--quantize` like others; other formats are refused.
 
 ## Releases of transformers and torch
 
-{releases}. These ranges are in `src/tinsmith/plan/versions.py`.
+{releases} (`plan/versions.py`).
 
 How layers with a state exchange it changes between releases of transformers, so an engine checks every model with such
 layers when it starts (`backends/torch/start_check.py`), and every model under a release that was not tested. The
@@ -406,8 +408,7 @@ reference is transformers' forward of the whole sequence:
   continued twice from one state.
 - The whole model samples some tokens, also from a saved state.
 
-A layer that does not use the cache that it gets, or asks it for something unknown, is an error whenever it runs. The
-error of a refused model names the installed and the tested releases and the command that installs those.
+A layer that does not use the cache that it gets, or asks it for something unknown, is an error whenever it runs.
 
 ## Refused at start
 

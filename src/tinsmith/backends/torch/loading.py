@@ -8,8 +8,10 @@ read without their scales, their codes would be wrong numbers.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -109,6 +111,16 @@ def move_tensors(model: nn.Module, device: torch.device, is_moved: Callable[[Ten
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device:
                 module._buffers[name] = buffer.to(device)
+
+
+def fix_rotations(decoder: nn.Module) -> None:
+    """Rotate without transformers' update of the frequencies of long sequences, which reads positions from the device
+    in every forward. `check_config` bounds the context so that the update would change nothing.
+    """
+    for module in decoder.modules():
+        update = type(module).forward
+        if hasattr(module, "rope_type") and (rotate := inspect.unwrap(update)) is not update:
+            module.forward = partial(rotate, module)
 
 
 def choose_attention(config: PreTrainedConfig) -> str | dict[str, str]:

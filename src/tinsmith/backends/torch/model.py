@@ -40,7 +40,13 @@ from tinsmith.backends.torch.attention import (
 from tinsmith.backends.torch.decoder_check import TOLERANCES, measure_difference
 from tinsmith.backends.torch.fp8 import Fp8Linear
 from tinsmith.backends.torch.host import upload
-from tinsmith.backends.torch.loading import choose_attention, load_model, move_tensors, move_unquantised
+from tinsmith.backends.torch.loading import (
+    choose_attention,
+    fix_rotations,
+    load_model,
+    move_tensors,
+    move_unquantised,
+)
 from tinsmith.backends.torch.lora import DeviceLoRABatch, ForwardContext, MultiLoRALinear
 from tinsmith.backends.torch.lora_batch import LoRABatch
 from tinsmith.backends.torch.module_kernels import SwappedKernels, join_gated_products, swap_kernels
@@ -109,6 +115,7 @@ class BaseModel:
         dispatch_chosen_rows(self._decoder, self._context)
         select_all_tokens(self._decoder)
         scale_queries(self._decoder)
+        fix_rotations(self._decoder)
         self.mixers = wrap_mixers(self._decoder, self._context)
         self.recompute = Recompute(recompute, self._context)
         self.recompute.wrap(self._decoder)

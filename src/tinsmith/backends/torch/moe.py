@@ -287,7 +287,7 @@ class MultiLoRAExperts(nn.Module):
         """Whether the kernels support these matrices."""
         sizes_fit = all(size % self.outer.alignment == 0 for size in (self.hidden_features, self.inner_features))
         ranks_fit = all(adapter is None or adapter.layout.rank <= MAX_RANKS for adapter in adapters)
-        device = (self.frozen_tensors() or [self.down_proj])[0].device
+        device = (self.down_proj if self._codes is None else self._codes[1].tensors()[0]).device
         return self.dtype == torch.bfloat16 and sizes_fit and ranks_fit and has_grouped_mm(device)
 
 
