@@ -87,7 +87,7 @@ def test_memory_that_runs_out_costs_peft_recomputation_and_then_size(monkeypatch
 
 def test_the_service_is_measured_without_a_gpu(tmp_path: Path) -> None:
     file, names = tmp_path / "figures.json", ("qwen3-30b-a3b-12l", "qwen3-30b-a3b-12l, fp8")
-    script = SCRIPT.with_name("gpu_service.py")
+    script = SCRIPT.with_stem("gpu_service")
     completed = benchmark(names[0], "--small", "--quantize", "off", "fp8", "--json", str(file), script=script)
     assert completed.returncode == 0, completed.stdout + completed.stderr
     figures = json.loads(file.read_text())

@@ -146,9 +146,9 @@ def list_others(decoder: nn.Module, swapped: SwappedKernels) -> set[str]:
 def swap_in(family: Family) -> tuple[nn.Module, SwappedKernels]:
     model, context = build(family).eval(), ForwardContext()
     decoder = decoder_of(model)
-    _swap_linears(model, decoder, context, MultiLoRALinear)
+    _swap_linears(model, decoder, context, None)
     mark_experts(model)
-    _swap_experts(model, context)
+    _swap_experts(model, context, None)
     return decoder, swap_kernels(decoder, context)
 
 
