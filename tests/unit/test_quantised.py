@@ -140,6 +140,28 @@ def test_experts_codes_take_less_room_and_the_matrices_are_gone(mixture: ModelSh
     assert codes_stores <= stored, "they leave a sleeping device with the rest"
 
 
+@pytest.mark.parametrize("kind", ["off", "int8", "nf4", "fp8"])
+def test_a_mixture_starts_in_16_bits_though_a_last_bit_chooses_another_expert(mixture: ModelShape, kind: str) -> None:
+    """For some of these, one row of the check at start is up to 0.7 from the model's own."""
+    base = backend_of(mixture, quantize=kind, dtype="bfloat16").base
+    logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
+    one_differs, most_differ = logits.clone(), logits.clone()
+    one_differs[3], most_differ[1:4] = -logits[3], -logits[1:4]
+    base._compare(one_differs, logits, "in one row")
+    for bad in (most_differ, torch.full_like(logits, float("nan"))):
+        with pytest.raises(SettingsError, match="its logits in most rows differ from its own"):
+            base._compare(bad, logits, "in most rows")
+
+
+def test_a_dense_model_is_compared_in_every_row(shape: ModelShape) -> None:
+    base = backend_of(shape, dtype="bfloat16").base
+    logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
+    one_differs = logits.clone()
+    one_differs[3] = -logits[3]
+    with pytest.raises(SettingsError, match="its logits in one row differ from its own"):
+        base._compare(one_differs, logits, "in one row")
+
+
 @pytest.mark.parametrize("kind", ["int8", "nf4", "fp8"])
 def test_one_experts_matrix_is_that_of_the_stack(kind: str) -> None:
     weight_EOI = torch.randn(3, 5, 7, generator=torch.Generator().manual_seed(0))  # not whole blocks of nf4

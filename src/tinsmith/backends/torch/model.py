@@ -83,6 +83,9 @@ from tinsmith.wire.adapter_files import EMBED_TOKENS, text_name
 
 log = structlog.get_logger()
 
+EXACT_TOLERANCE = 1e-3
+"""How far packed logits in float32 may be from the model's own, relative."""
+
 
 class BaseModel:
     """Use `load`. `targets` maps a module's path to its linear."""
@@ -425,10 +428,14 @@ class BaseModel:
         """
         if any(isinstance(linear, Fp8Linear) for linear in self.targets.values()):
             return 0.3
-        return 1e-3 if self.dtype == torch.float32 else 0.1
+        return EXACT_TOLERANCE if self.dtype == torch.float32 else 0.1
 
     def _compare(self, logits: Tensor, reference: Tensor, how: str) -> None:
-        error = float((logits - reference).norm() / reference.norm().clamp_min(1e-6))
+        difference = logits - reference
+        error = float(difference.norm() / reference.norm().clamp_min(1e-6))
+        if self.experts and self._tolerance > EXACT_TOLERANCE:
+            # A last bit sends a row to another expert: then most of this row differs, and a little of later ones.
+            error = float((difference.norm(dim=-1) / reference.norm(dim=-1).clamp_min(1e-6)).median())
         if not error < self._tolerance:
             raise SettingsError(
                 f"{type(self.model).__name__} cannot be served: its logits {how} differ from its own "
