@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -106,6 +106,49 @@ def test_a_family_whose_state_is_lost_does_not_start(
         refuse(family, tmp_path, "in pieces differs from the model's own forward")
     else:
         load(family, tmp_path)
+
+
+class SampledModel:
+    """Gives the reference's rows but for those that are named, which get a distance."""
+
+    device, dtype, rounds_to_8_bits = torch.device("cpu"), torch.bfloat16, False
+
+    def __init__(self, distance_by_row: dict[int, float], *, may_change_rows: bool) -> None:
+        self._rows_TV = torch.randn(start_check.TOKENS, 40, generator=torch.Generator().manual_seed(0))
+        self._distance_by_row, self.may_change_rows = distance_by_row, may_change_rows
+
+    def reference_logits(self, *, input_ids: Tensor) -> Tensor:
+        return self._rows_TV
+
+    def forward_modules(self, tokens_T: Tensor, positions_T: Tensor, plan: object, lora_batch: LoRABatch) -> Tensor:
+        plan._recurrence = SimpleNamespace(final_states=[None])  # pyright: ignore[reportAttributeAccessIssue]
+        return positions_T[:, None]
+
+    def logits(self, hidden_TD: Tensor, lora_batch: LoRABatch) -> Tensor:
+        rows = hidden_TD[:, 0]
+        distance_T = torch.tensor([self._distance_by_row.get(int(row), 0.01) for row in rows])
+        return self._rows_TV[rows] * (1 + distance_T[:, None])
+
+
+@pytest.mark.parametrize(
+    ("distance_by_row", "may_change_rows", "reason"),
+    [
+        ({1: 0.5}, True, None),
+        ({1: 0.5}, False, "a prompt differs"),
+        ({4: 0.5}, True, None),
+        ({4: 0.5, 5: 0.5}, True, "a sampled token differs"),
+        ({0: 0.5, 1: 0.5, 2: 0.5, 3: 0.5}, True, "a prompt differs"),
+    ],
+)
+def test_one_row_of_a_mixture_may_differ_and_a_lost_state_is_found(
+    distance_by_row: dict[int, float], may_change_rows: bool, reason: str | None
+) -> None:
+    sampled = SampledModel(distance_by_row, may_change_rows=may_change_rows)
+    if reason is None:
+        start_check.check_sampling(sampled, 300)
+        return
+    with pytest.raises(ReleaseError, match=reason):
+        start_check.check_sampling(sampled, 300)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
