@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from support import families, tiny_models
-from tinsmith.backends.torch import TorchBackend
+from tinsmith.backends.torch import TorchBackend, loading
 from tinsmith.backends.torch.attention import register_attention
-from tinsmith.backends.torch.loading import load_model
+from tinsmith.backends.torch.loading import load_model, move_unquantised
 from tinsmith.errors import SettingsError
 from tinsmith.types import ModelShape
 
@@ -115,6 +116,29 @@ def check_weights(coded: ModelShape, plain: ModelShape) -> None:
     for name, weight in expected.items():
         assert actual[name].dtype == weight.dtype, name
         torch.testing.assert_close(actual[name], weight, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "deepseek_v3", "qwen3_5"])
+def test_what_will_be_quantised_waits_on_the_host(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a vision tower before the layers."""
+    model = load(families.make(tmp_path, find_family(model_type)))
+    moved: set[int] = set()
+
+    def record(model: nn.Module, device: torch.device, is_moved: Callable[[Tensor], bool]) -> None:
+        moved.update(id(weight) for weight in model.parameters() if is_moved(weight))
+
+    monkeypatch.setattr(loading, "move_tensors", record)
+    move_unquantised(model, "cuda")
+    assert id(next(model.parameters())) in moved, "the model's device"
+    waiting = {name for name, weight in model.named_parameters() if id(weight) not in moved}
+    assert {name for name in waiting if ".layers." not in name or "visual" in name} == set()
+    matrices = {
+        name for name, weight in model.named_parameters()
+        if (name.endswith("proj.weight") and ".layers." in name) or name.endswith("experts.gate_up_proj")
+    }  # fmt: skip
+    assert matrices and matrices <= waiting
 
 
 @pytest.mark.parametrize("quantize", ["off", "int8", "fp8"])

@@ -27,6 +27,7 @@ from transformers import (
 from tinsmith.backends.torch.attention import ATTENTION_NAME
 from tinsmith.backends.torch.servable import check_config
 from tinsmith.errors import SettingsError
+from tinsmith.plan.architecture import decoder_of
 from tinsmith.types import VISION_TYPES, ModelShape
 from tinsmith.wire.adapter_files import PLAIN, WRAPPED
 
@@ -98,8 +99,10 @@ def _dequantise(config: PreTrainedConfig, shape: ModelShape) -> None:
 
 def move_unquantised(model: PreTrainedModel, device: str) -> PreTrainedModel:
     """The model with all but its layers' matrices on the device: their codes are made there one after the other."""
-    embedding = cast("nn.Embedding", model.get_input_embeddings()).weight
-    move_tensors(model, torch.device(device), lambda weight: weight.dim() < 2 or weight is embedding)
+    matrices = {id(weight) for weight in decoder_of(model).parameters() if weight.dim() > 1}
+    # transformers takes the first parameter's device for the model's.
+    matrices -= {id(next(model.parameters())), id(cast("nn.Embedding", model.get_input_embeddings()).weight)}
+    move_tensors(model, torch.device(device), lambda weight: id(weight) not in matrices)
     return model
 
 
