@@ -80,9 +80,6 @@ from tinsmith.types import F32, I64, LoraSpec, ModelShape
 
 log = structlog.get_logger()
 
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Largest relative error of the sharded model against the unsharded one, which may have run on another device."""
-
 PROBE_LENGTHS, PROBE_ADAPTER_RANKS = (7, 5), (4, 2)
 
 COLUMN_LINEARS = {COLUMN: ColumnLinear, GATHERED_COLUMN: GatheredColumnLinear}
@@ -250,13 +247,14 @@ class ShardedBase(BaseModel):
         self._expected[: len(PROBE_ADAPTER_RANKS)] = [
             select_held(Layout.of(rank, self.adaptable_targets()), gradient_P) for rank, gradient_P in whole_gradients
         ]
+        # Gradients are flat: one row each.
         error = max(
-            float((actual.cpu().float() - expected.float()).norm() / expected.float().norm().clamp_min(1e-6))
+            self.measure_error(actual.cpu().view(-1, actual.shape[-1]), expected.view(-1, expected.shape[-1]))
             for actual, expected in zip(results, self._expected, strict=False)
         )
         self._expected = []
         worst = max(cast("list[float]", self._ranks.gather(error)), key=lambda value: value if value == value else 1e9)
-        if not worst < TOLERANCE[self.dtype]:
+        if not worst < self.tolerance:
             raise SettingsError(
                 f"{self.shape.name} ({self.shape.arch}) cannot be sharded: its hidden states, logits or gradients "
                 f"differ from the whole model's by {worst:.2g} (relative); set tensor_parallel, context_parallel "

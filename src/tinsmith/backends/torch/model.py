@@ -433,19 +433,25 @@ class BaseModel:
         """
         return bool(self.experts) and (self.dtype != torch.float32 or self.rounds_to_8_bits)
 
+    def measure_error(self, actual: Tensor, expected: Tensor) -> float:
+        """How far rows [T, ..] are from what is expected, relative: all together, or the median row where another
+        expert may change some.
+        """
+        actual, expected = actual.float(), expected.float()
+        if not self.may_change_rows:
+            return float((actual - expected).norm() / expected.norm().clamp_min(1e-6))
+        return float(((actual - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-6)).median())
+
     @property
-    def _tolerance(self) -> float:
-        """How far packed logits may be from the model's own."""
+    def tolerance(self) -> float:
+        """The largest error of rows that are computed in another way than the model's own."""
         if self.rounds_to_8_bits:
             return 0.3
         return EXACT_TOLERANCE if self.dtype == torch.float32 else 0.1
 
     def _compare(self, logits: Tensor, reference: Tensor, how: str) -> None:
-        difference = logits - reference
-        error = float(difference.norm() / reference.norm().clamp_min(1e-6))
-        if self.may_change_rows:
-            error = float((difference.norm(dim=-1) / reference.norm(dim=-1).clamp_min(1e-6)).median())
-        if not error < self._tolerance:
+        error = self.measure_error(logits, reference)
+        if not error < self.tolerance:
             raise SettingsError(
                 f"{type(self.model).__name__} cannot be served: its logits {how} differ from its own "
                 f"by {error:.2g} (relative)"
