@@ -43,6 +43,7 @@ from tinsmith.backends.torch import (
     loss,
     module_kernels,
     moe,
+    recurrent,
     trainer,
     tree_attention,
     vision,
@@ -370,6 +371,7 @@ def fake_cuda(*, pages: bool = True, grouped: bool = True) -> Iterator[FakeDevic
             (module_kernels, "find_mlp_form"),
             (module_kernels, "find_rotation_kinds"),
             (moe, "find_activation"),
+            (recurrent, "equals_gated_delta"),  # whose answer lasts
             (fused_layers, "_is_silu"),
             (fused_layers, "_rotates_halves"),
         ):
