@@ -108,9 +108,9 @@ class Bench:
         self._train(self.clients[:1], 1, self.lengths.longest, 2)
 
     def _train(self, clients: Sequence[tinker.TrainingClient], count: int, length: int, steps: int) -> None:
-        each = max(1, count // len(clients))
-        work = [(client, [self.draw_datum(length) for _ in range(each)]) for client in clients]
-        num_tokens = len(clients) * each * length
+        per_client = max(1, count // len(clients))
+        work = [(client, [self.draw_datum(length) for _ in range(per_client)]) for client in clients]
+        num_tokens = len(clients) * per_client * length
 
         def submit() -> list[Callable[[], object]]:
             return [wait for client, data in work for wait in submit_step(client, data)]

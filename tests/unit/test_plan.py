@@ -505,11 +505,11 @@ def test_a_quantised_mixture_trains_on_one_device_of_80_gb() -> None:
         assert plan.fits, plan.reasons
         assert plan.needs.activations > 2 * 2**30, "room for a batch"
     # Gate and up of 128 experts in bfloat16, also in graphs, and one expert's on a CPU.
-    sizes = [memory.copied_bytes(model, dtype="bfloat16", quantize="int8", cuda=cuda) for cuda in (True, False)]
+    sizes = [memory.count_copied_bytes(model, dtype="bfloat16", quantize="int8", cuda=cuda) for cuda in (True, False)]
     assert sizes == [2 * 128 * 2 * 2048 * 768 * 2, 2 * 2048 * 768 * 2]
-    assert memory.copied_bytes(model, dtype="bfloat16", quantize="fp8", cuda=True) == sizes[0] // 2
+    assert memory.count_copied_bytes(model, dtype="bfloat16", quantize="fp8", cuda=True) == sizes[0] // 2
     dense, off = find_known("Qwen3-32B"), {"dtype": "bfloat16", "cuda": True}
-    assert not memory.copied_bytes(dense, quantize="nf4", **off) and not memory.copied_bytes(
+    assert not memory.count_copied_bytes(dense, quantize="nf4", **off) and not memory.count_copied_bytes(
         model, quantize="off", **off
     )
 

@@ -221,7 +221,7 @@ def estimate_needs(model: Architecture, workload: Workload, degrees: Degrees) ->
     )  # fmt: skip
     packed = memory.packed_bytes(model, dtype=dtype, quantize=workload.quantize, cuda=workload.cuda)
     base += 0 if stages > 1 else packed // degrees.tensor
-    base += memory.copied_bytes(model, dtype=dtype, quantize=workload.quantize, cuda=workload.cuda)
+    base += memory.count_copied_bytes(model, dtype=dtype, quantize=workload.quantize, cuda=workload.cuda)
     activations = memory.activations(model, dtype=dtype, cuda=workload.cuda, tensor=degrees.tensor, stages=stages,
                               context=degrees.context)  # fmt: skip
     cached = context * memory.key_value_bytes(model, dtype=dtype, tensor=degrees.tensor) + memory.state_bytes(model)

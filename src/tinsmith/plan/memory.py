@@ -254,7 +254,7 @@ def packed_bytes(model: Architecture, *, dtype: str, quantize: str, cuda: bool) 
     return num_parameters * DTYPE_BYTES[dtype] if num_parameters * DTYPE_BYTES[dtype] <= MAX_PACKED_BYTES else 0
 
 
-def copied_bytes(model: Architecture, *, dtype: str, quantize: str, cuda: bool) -> int:
+def count_copied_bytes(model: Architecture, *, dtype: str, quantize: str, cuda: bool) -> int:
     """What a product of quantised experts takes for matrices made from codes: of gate and up, on a GPU of all experts
     at once, and as much again in the graphs of decode steps.
     """

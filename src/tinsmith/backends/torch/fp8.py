@@ -28,10 +28,10 @@ E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 """The largest finite number of e4m3."""
 
-_scaled_grouped_mm = torch.ops.aten._scaled_grouped_mm.default
-
 MIN_CAPABILITY = (9, 0)
 """The first GPUs whose kernel takes a scale for each row."""
+
+_scaled_grouped_mm = torch.ops.aten._scaled_grouped_mm.default
 
 
 @cache
