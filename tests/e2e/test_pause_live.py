@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import httpx
 import pytest
@@ -13,6 +11,7 @@ import tinker
 from tinker import types
 
 from support.live import API_KEY, LiveServer, serving
+from support.raw_client import send_heartbeats
 
 NANO = "tinsmith/nano"
 HEADERS = {"X-API-Key": API_KEY}
@@ -106,25 +105,6 @@ def test_a_paused_session_ends_with_its_client_however_many_agents_wait(
         answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=HEADERS, timeout=60)
         assert answer.status_code >= 400 and "session" in answer.text, answer.text
         assert time.monotonic() - began < 30
-
-
-@contextmanager
-def send_heartbeats(server: LiveServer, session_id: str) -> Iterator[None]:
-    """A client that lives until the end of the block."""
-    is_over = threading.Event()
-
-    def beat() -> None:
-        while not is_over.wait(1):
-            url = f"{server.url}/api/v1/session_heartbeat"
-            httpx.post(url, json={"session_id": session_id}, headers=HEADERS, timeout=60)
-
-    thread = threading.Thread(target=beat)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
 
 
 def post_until_done(server: LiveServer, request_id: str) -> dict[str, object]:

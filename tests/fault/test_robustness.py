@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -21,7 +20,17 @@ from tinker import types
 
 from support.live import API_KEY, LiveServer, serving
 from support.random_data import random_data
-from support.raw_client import BASE, PROTO, RawClient, connect, engine_of, pass_body, resident_bytes, tensor
+from support.raw_client import (
+    BASE,
+    PROTO,
+    RawClient,
+    connect,
+    engine_of,
+    pass_body,
+    resident_bytes,
+    send_heartbeats,
+    tensor,
+)
 from tinsmith.wire import tinker_public_pb2 as pb
 
 CONTEXT, VOCAB = 2048, 512
@@ -425,31 +434,13 @@ def test_hundreds_of_wrong_requests_leave_no_memory_and_no_rows_pending(server: 
 # Sessions end.
 
 
-@contextmanager
-def heartbeats(server: LiveServer, session: str) -> Iterator[None]:
-    """Keep `session` alive within the block, with a separate client."""
-    client, stop = connect(server), threading.Event()
-
-    def beat() -> None:
-        while not stop.wait(0.2):
-            client.ok("session_heartbeat", {"session_id": session})
-
-    thread = threading.Thread(target=beat)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-
-
 def test_a_silent_session_ends_with_its_models_and_later_its_results(tmp_path: Path) -> None:
     brief = {"HOLD_S": "1", "SESSION_TIMEOUT_S": "3", "SESSION_SWEEP_S": "0.2", "RESULT_GRACE_S": "10"}
     with serving(tmp_path / "data", "--backend", "fake", settings=brief) as server:
         engine_of(server)
         client = connect(server)
         session = client.session()
-        with heartbeats(server, session):
+        with send_heartbeats(server, session):
             model = client.model(session)
             settled_id = client.forward(model, 1)
             expected = client.result(settled_id).content
@@ -468,7 +459,7 @@ def test_a_silent_session_ends_with_its_models_and_later_its_results(tmp_path: P
         while client.post("retrieve_future", {"request_id": settled_id}).status_code != 404:
             assert time.monotonic() < deadline, "results go when their grace is over"
             time.sleep(0.1)
-        with heartbeats(server, session := client.session()):
+        with send_heartbeats(server, session := client.session()):
             assert client.model(session), "a new session works"
 
 
@@ -477,7 +468,7 @@ def test_a_heartbeat_keeps_a_session(tmp_path: Path) -> None:
     with serving(tmp_path / "data", "--backend", "fake", settings=brief) as server:
         engine_of(server)
         client = connect(server)
-        with heartbeats(server, session := client.session()):
+        with send_heartbeats(server, session := client.session()):
             model = client.model(session)
             time.sleep(4)
             client.result(client.forward(model, 1))

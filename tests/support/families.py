@@ -393,8 +393,8 @@ router.
 
 A CUDA graph can hold the decode steps of all families but Phi-3.5-MoE (`test_captured_families.py`).
 
-Files in mxfp4 (gpt-oss) or in fp8 with blocks are loaded as the numbers that their codes stand for, and take
-`--quantize` like others; other formats are refused.
+Weights stored in mxfp4 (gpt-oss) or in block-wise fp8 are dequantised at load, and `--quantize` may quantise them
+again; other formats are refused.
 
 ## Releases of transformers and torch
 

@@ -1,4 +1,4 @@
-"""Files that hold codes are loaded as the numbers that they stand for, or refused."""
+"""Quantised weights in files are dequantised at load, or refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def write_config(directory: Path, quantisation: dict[str, object]) -> None:
 
 
 def encode_fp8(weight_OI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, a scale for each block, and the numbers that they stand for."""
+    """Codes, a scale for each block, and the dequantised weight."""
     blocks = weight_OI.float().unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
     scales = blocks.abs().amax((1, 3)) / 448
     codes = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)

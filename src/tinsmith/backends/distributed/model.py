@@ -247,9 +247,8 @@ class ShardedBase(BaseModel):
         self._expected[: len(PROBE_ADAPTER_RANKS)] = [
             select_held(Layout.of(rank, self.adaptable_targets()), gradient_P) for rank, gradient_P in whole_gradients
         ]
-        # Gradients are flat: one row each.
         error = max(
-            self.measure_error(actual.cpu().view(-1, actual.shape[-1]), expected.view(-1, expected.shape[-1]))
+            self.measure_error(actual.cpu(), expected)
             for actual, expected in zip(results, self._expected, strict=False)
         )
         self._expected = []

@@ -1,9 +1,9 @@
-"""A model's modules from the files of a Hugging Face directory: its class, its dtype, and weights as numbers.
+"""A model's modules from the files of a Hugging Face directory: its class, its dtype, its dequantised weights.
 
-Files may hold codes (`quantization_config`). Those of gpt-oss (mxfp4) and DeepSeek, Qwen and others (fp8 in blocks) are
-turned into numbers while they are read, since LoRA and its gradients need linears; `quantization` may make other codes
-of them. transformers would keep them as modules of its own where a GPU has kernels for them. Other formats are refused:
-read without their scales, their codes would be wrong numbers.
+Stored weights may be quantised (`quantization_config`). Those of gpt-oss (mxfp4) and of DeepSeek, Qwen and others
+(block-wise fp8) are dequantised while they are read, since LoRA and its gradients need linears; `quantization` may
+quantise them again. transformers would keep modules of its own where a GPU has kernels for them. Other formats are
+refused: their codes without their scales would be wrong weights.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tinsmith.types import VISION_TYPES, ModelShape
 from tinsmith.wire.adapter_files import PLAIN, WRAPPED
 
 DEQUANTISED = frozenset({"mxfp4", "fp8"})
-"""Formats of files that transformers turns into numbers."""
+"""Stored formats that transformers dequantises."""
 
 TEXT_KEYS = {r"^language_model\.": "", rf"^{re.escape(WRAPPED)}": PLAIN}
 """Maps weight names in files of a wrapper, including older ones, to those of its text model."""
@@ -80,7 +80,7 @@ def load_model(shape: ModelShape, dtype: torch.dtype, safe: dict[str, bool]) -> 
 
 
 def _dequantise(config: PreTrainedConfig, shape: ModelShape) -> None:
-    """Have transformers turn the files' codes into numbers. Raises SettingsError for a format in which it cannot."""
+    """Have transformers dequantise the stored weights. Raises SettingsError for a format in which it cannot."""
     text = config.get_text_config()
     # A text model that is loaded without its wrapper must be told what only the wrapper says.
     quantisation = next(filter(None, (getattr(part, "quantization_config", None) for part in (config, text))), None)

@@ -434,8 +434,8 @@ class BaseModel:
         return bool(self.experts) and (self.dtype != torch.float32 or self.rounds_to_8_bits)
 
     def measure_error(self, actual: Tensor, expected: Tensor) -> float:
-        """How far rows [T, ..] are from what is expected, relative: all together, or the median row where another
-        expert may change some.
+        """The relative error of rows [T, C], or of one [C]: of all together, or of the median row where another expert
+        may change some.
         """
         actual, expected = actual.float(), expected.float()
         if not self.may_change_rows:

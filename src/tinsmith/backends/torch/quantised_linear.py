@@ -19,7 +19,7 @@ MakeLinear = Callable[[str, str, nn.Linear, ForwardContext], MultiLoRALinear]
 
 
 class WeightCodes(Protocol):
-    """Quantised matrices of one shape [E, O, I], and the dtype of the values that they stand for."""
+    """Quantised matrices of one shape [E, O, I], and the dtype of their dequantised values."""
 
     dtype: torch.dtype
 

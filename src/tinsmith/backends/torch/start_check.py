@@ -40,6 +40,9 @@ TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.1}
 with fewer bits; a lost state is an error of 0.3 and more.
 """
 
+EIGHT_BIT_TOLERANCE = 0.25
+"""The same where rows are rounded to 8 bits."""
+
 LENGTHS = (70, 60)
 """Rows of the two sequences of a layer: padded to one batch, and one is longer than a chunk of 64 rows."""
 
@@ -49,10 +52,6 @@ through a layer as one batch.
 """
 
 TOKENS, PROMPT = 6, 4
-
-
-EIGHT_BIT_TOLERANCE = 0.25
-"""The same where rows are rounded to 8 bits: less than the error of a lost state."""
 
 
 class CheckedModel(Protocol):
