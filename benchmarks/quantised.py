@@ -22,7 +22,6 @@ from invariance import print_rows
 
 from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.backends.torch.quantised_linear import QuantisedLinear
 from tinsmith.backends.torch.quantization import KINDS
 from tinsmith.base_models import nano, read_shape
 from tinsmith.types import AdamParams, Datum, LoraSpec, OptimStep, Pass, PassResult
@@ -67,7 +66,7 @@ def measure_kind(kind: str, steps: int) -> dict[str, object]:
     seconds = time.perf_counter() - started
     after = mean_loss(backend, held_out, forward_only=True)
     linears = [linear for linear in backend.base.targets.values() if linear.group != "unembed"]
-    stored = [x.frozen_tensors() if isinstance(x, QuantisedLinear) else [x.weight] for x in linears]
+    stored = [[x.weight] if x.codes is None else x.codes.tensors() for x in linears]
     num_bytes = sum(tensor.nbytes for tensors in stored for tensor in tensors)
     return {
         "base": kind,

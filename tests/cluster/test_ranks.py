@@ -656,10 +656,13 @@ def test_work_goes_to_the_rank_that_has_least(group: Group, shape: ModelShape) -
         ("gpt_oss", {"num_local_experts": 3}, Degrees(2, experts=2), {}, "has 3 experts, which 2 does not divide"),
         ("qwen3", {}, Degrees(2, experts=2), {}, "expert_parallel is 2, and tiny/qwen3 has no routed experts"),
         ("qwen3_5", {}, Degrees(1, 2), {}, "tensor_parallel is 2, and layers of Qwen3_5ForCausalLM"),
-        ("qwen3", {}, Degrees(2, 1, shard_base=True), {"quantize": "int8"}, "codes cannot be sharded"),
+        ("qwen3", {}, Degrees(2, 1, shard_base=True), {"quantize": "int8"}, "divide the codes with tensor_parallel"),
+        (
+            *("qwen3", {"hidden_size": 64}, Degrees(1, 2), {"quantize": "nf4"}),
+            "self_attn.o_proj cannot be cut .* 64 inputs",
+        ),
         ("qwen3", {}, Degrees(2), {"deterministic": "on"}, "deterministic is 'on'"),
         ("qwen3", {"num_hidden_layers": 1}, Degrees(pipeline=2), {}, "Qwen3ForCausalLM has 1 layers; set it to 1"),
-        ("qwen3", {}, Degrees(pipeline=2), {"quantize": "int8"}, "codes cannot be sharded"),
     ],
 )
 def test_indivisible_degrees_are_refused_by_name(
@@ -718,6 +721,53 @@ def test_a_rank_holds_only_its_own_experts(mixture: ModelShape, group: Group) ->
     planned, all_experts = (base_bytes(model, dtype="float32", quantize="off", experts=experts) for experts in (2, 1))
     assert sum(store.nbytes() for store in stores.values()) == pytest.approx(planned, rel=0.1)
     assert base.num_bytes == pytest.approx(planned, rel=0.1) and planned < 0.85 * all_experts
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
+    """Half a row of each matrix is whole blocks of nf4."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 4}
+    return tiny_models.make(tmp_path_factory.mktemp("wide"), "qwen3", std=0.05, **sizes)
+
+
+@pytest.mark.parametrize("quantize", ["int8", "nf4"])
+@pytest.mark.parametrize("degrees", ["tp2", "pp2", "ep2"])
+def test_codes_that_are_divided_stand_for_the_numbers_of_one_process(
+    wide: ModelShape, mixture: ModelShape, group: Group, degrees: str, quantize: str
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    shape = mixture if degrees == "ep2" else wide
+    single = TorchBackend(shape, device="cpu", max_tokens_per_microbatch=64, quantize=quantize)
+    create(single)
+    sharded = load(shape, group, DEGREES[degrees], quantize=quantize)
+    train_both(single, sharded, 2)
+    sample_both(single, sharded)
+    base, whole = sharded.local._base, single.base
+    codes, all_codes = (sum(codes.num_weights for codes in model.list_codes()) for model in (base, whole))
+    assert codes < all_codes
+    options = {"dtype": "float32", "quantize": quantize}
+    spread = {"tp2": {"tensor": 2}, "pp2": {"stages": 2}, "ep2": {"experts": 2}}[degrees]
+    planned = base_bytes(read_directory(Path(shape.path)), **options, **spread)
+    assert base.num_bytes - base.copied_bytes == pytest.approx(planned, rel=0.15)
+
+
+@pytest.mark.parametrize("degrees", ["tp2", "pp2", "ep2"])
+def test_divided_linears_of_8_bit_floats_train_nearly_as_whole_ones(
+    wide: ModelShape, mixture: ModelShape, group: Group, degrees: str
+) -> None:
+    """Half a row has a scale of its own, so its codes differ from those of the whole row."""
+    shape, rng = mixture if degrees == "ep2" else wide, np.random.default_rng(0)
+    single = TorchBackend(shape, device="cpu", quantize="fp8")
+    create(single)
+    sharded = load(shape, group, DEGREES[degrees], quantize="fp8")
+    trained = pass_of(rng, 0, [30, 9])
+    (expected,), (actual,) = (run_to_end(backend.run_passes([trained])) for backend in (single, sharded))
+    assert isinstance(expected, PassResult) and isinstance(actual, PassResult), actual
+    bound = 0.15 if degrees == "tp2" else 1e-4
+    for ours, theirs in zip(actual.logprobs, expected.logprobs, strict=True):
+        assert np.abs(ours - theirs).mean() < bound
+    ours, theirs = gradient(sharded, 0), gradient(single, 0)
+    assert ours is not None and theirs is not None and relative_error(ours, theirs) < 2 * bound
 
 
 def test_a_version_that_is_gone_is_still_sampled_by_the_experts_of_other_ranks(

@@ -9,8 +9,6 @@ from gpu.device import DEVICE, device
 from support import tiny_models
 from support.local_sampling import make_prompt, make_sample
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.backends.torch.expert_weights import DequantisedWeights
-from tinsmith.backends.torch.quantised_linear import QuantisedLinear
 from tinsmith.types import ModelShape
 
 
@@ -31,15 +29,14 @@ def test_codes_are_the_hosts_and_sampling_works_over_them(shape: ModelShape, kin
         TorchBackend(shape, device=backend_device, dtype=dtype, quantize=kind) for backend_device in ("cpu", DEVICE)
     )
     for name, linear in gpu.base.targets.items():
-        if isinstance(linear, QuantisedLinear):
+        if linear.codes is not None:
             assert linear.weight.device == device()
             actual, expected = linear.weight.cpu(), cpu.base.targets[name].weight
             # Codes may differ for numbers halfway between two codes.
             assert relative(actual, expected) < (1e-6 if kind == "int8" else 0.01), name
     for there, here in zip(gpu.base.experts, cpu.base.experts, strict=True):
-        for weights, expected_weights in ((there.outer, here.outer), (there.down, here.down)):
-            assert isinstance(weights, DequantisedWeights) and isinstance(expected_weights, DequantisedWeights)
-            actual_EOI, expected_EOI = weights._codes.weights(), expected_weights._codes.weights()
+        for codes, expected_codes in zip(there.list_codes(), here.list_codes(), strict=True):
+            actual_EOI, expected_EOI = codes.weights(), expected_codes.weights()
             assert actual_EOI.device == device()
             assert relative(actual_EOI.cpu(), expected_EOI) < (1e-6 if kind == "int8" else 0.01)
     assert {tensor.device for tensor in gpu.base.frozen_tensors()} == {device()}

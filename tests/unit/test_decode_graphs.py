@@ -18,7 +18,7 @@ if not (NAMED and ON_CUDA):
 from support import tiny_models, vision_models
 from support.families import FAMILIES, make
 from support.local_sampling import assert_same, finish, make_prompt, make_sample, run
-from tinsmith.backends.torch import expert_weights, state_kernels
+from tinsmith.backends.torch import frozen_weights, state_kernels
 from tinsmith.backends.torch.lora_batch import LoRABatch, list_row_blocks
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.samplers.local import decode_graphs, paged_kernel
@@ -68,7 +68,7 @@ def run_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter runs one program after another."""
     if not THERE:
         monkeypatch.setattr(paged_kernel, "PROGRAMS", 1)
-        monkeypatch.setattr(expert_weights, "grouped_mm", multiply_groups)
+        monkeypatch.setattr(frozen_weights, "grouped_mm", multiply_groups)
 
 
 @pytest.fixture(scope="module", params=["qwen3", "gpt_oss", *LONGER])

@@ -11,12 +11,12 @@ from gpu.device import DEVICE, NAMED, ON_CUDA
 if not (NAMED and ON_CUDA):
     from support import interpreted  # noqa: F401 - before the kernels
 
-from tinsmith.backends.torch import expert_weights, fp8
+from tinsmith.backends.torch import fp8, frozen_weights
 from tinsmith.backends.torch.adapters import Adapter, Layout
 from tinsmith.backends.torch.expert_decode_kernels import SORTED, sort_pairs
 from tinsmith.backends.torch.lora import DeviceLoRABatch, ForwardContext
 from tinsmith.backends.torch.lora_batch import LoRABatch, Segment
-from tinsmith.backends.torch.moe import MultiLoRAExperts
+from tinsmith.backends.torch.moe import MultiLoRAExperts, quantise_experts
 from tinsmith.backends.torch.quantization import choose_quantiser
 from tinsmith.types import LoraSpec
 from unit.test_experts import KINDS, adapter, make_experts
@@ -45,7 +45,7 @@ def multiply_scaled_groups(
 @pytest.fixture(autouse=True)
 def grouped(monkeypatch: pytest.MonkeyPatch) -> None:
     if not (NAMED and ON_CUDA):
-        monkeypatch.setattr(expert_weights, "grouped_mm", multiply_groups)
+        monkeypatch.setattr(frozen_weights, "grouped_mm", multiply_groups)
         monkeypatch.setattr(fp8, "_scaled_grouped_mm", multiply_scaled_groups)
 
 
@@ -53,9 +53,9 @@ def build_experts(kind: str, monkeypatch: pytest.MonkeyPatch, quantize: str = "o
     for name, value in (("HIDDEN", HIDDEN), ("INNER", INNER), ("EXPERTS", EXPERTS)):
         monkeypatch.setattr(f"unit.test_experts.{name}", value)
     _, module = make_experts(kind, DTYPE)
-    quantiser = choose_quantiser(quantize, torch.device(WHERE))
-    quantise = None if quantiser is None else quantiser.make_expert_weights
-    return MultiLoRAExperts("mlp.experts", module.to(WHERE), ForwardContext(), quantise)
+    quantise = choose_quantiser(quantize, torch.device(WHERE))
+    codes = None if quantise is None else quantise_experts(module.to(WHERE), quantise)
+    return MultiLoRAExperts("mlp.experts", module.to(WHERE), ForwardContext(), codes)
 
 
 def build_adapter(experts: MultiLoRAExperts, seed: int, rank: int, names: slice = slice(None)) -> Adapter:

@@ -21,7 +21,7 @@ if not (NAMED and ON_CUDA):
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from tinsmith.backends.torch import expert_pairs, expert_weights
+from tinsmith.backends.torch import expert_pairs, frozen_weights
 from tinsmith.backends.torch.adapters import Adapter, AdapterStack, Layout
 from tinsmith.backends.torch.expert_kernels import GroupedPairs
 from tinsmith.backends.torch.expert_pairs import Factors, LoopedPairs
@@ -58,7 +58,7 @@ def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> to
     monkeypatch.setattr(MultiLoRAExperts, "_is_grouped", lambda self, adapters: True)
     monkeypatch.setattr(expert_pairs, "read", None)
     if chosen_dtype == torch.float32:
-        monkeypatch.setattr(expert_weights, "grouped_mm", _loop_experts)
+        monkeypatch.setattr(frozen_weights, "grouped_mm", _loop_experts)
     return chosen_dtype
 
 

@@ -18,17 +18,15 @@ from support import tiny_models
 from support.local_sampling import finish, make_prompt, make_sample
 from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.backends.torch.expert_weights import find_experts
 from tinsmith.backends.torch.fp8 import (
     E4M3,
     LARGEST,
     Fp8Codes,
-    Fp8ExpertWeights,
-    Fp8Linear,
     has_fp8_kernel,
     quantise_rows,
 )
-from tinsmith.backends.torch.lora import ForwardContext
+from tinsmith.backends.torch.frozen_weights import find_experts
+from tinsmith.backends.torch.lora import ForwardContext, MultiLoRALinear
 from tinsmith.types import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult
 
 WHERE = DEVICE if NAMED else "cpu"
@@ -44,9 +42,10 @@ def relative(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).norm() / expected.norm())
 
 
-def build_linear(inputs: int, outputs: int, *, bias: bool = False) -> tuple[Fp8Linear, nn.Linear]:
+def build_linear(inputs: int, outputs: int, *, bias: bool = False) -> tuple[MultiLoRALinear, nn.Linear]:
     plain = nn.Linear(inputs, outputs, bias=bias).to(WHERE, DTYPE).requires_grad_(False)
-    return Fp8Linear("layer", "mlp", plain, ForwardContext(), Fp8Codes), plain
+    codes = Fp8Codes(plain.weight.detach()[None])
+    return MultiLoRALinear("layer", "mlp", plain, ForwardContext(), codes), plain
 
 
 def test_codes_are_within_a_sixteenth_of_their_numbers_and_zeros_stay() -> None:
@@ -78,8 +77,9 @@ def test_products_and_gradients_are_those_of_the_codes(inputs: int, outputs: int
     weight_OI = linear.weight.double()
     assert relative(linear.weight, plain.weight) < 0.04
     codes_TI, scale_T1 = quantise_rows(x_TI)
-    codes = linear._codes
-    expected_TO = (codes_TI.double() * scale_T1) @ (codes.codes_EOI[0].double() * codes.scale_EO[0, :, None]).t()
+    codes = linear.codes
+    assert codes is not None
+    expected_TO = (codes_TI.double() * scale_T1) @ (codes.codes[0].double() * codes.scales[0, :, None]).t()
     if bias:
         expected_TO += plain.bias.double()
     x_TI.requires_grad_()
@@ -113,26 +113,23 @@ def test_the_kernel_rounds_rows_as_plain_operations_do(factors: str) -> None:
 def test_experts_products_are_those_of_each_experts_linear(back: bool) -> None:
     """Of one expert, and of all where the device has the grouped kernel."""
     codes = Fp8Codes(draw(4, 32, 48))
-    weights, ends_E = Fp8ExpertWeights(codes), torch.tensor([3, 3, 8, 9], dtype=torch.int32, device=WHERE)
+    ends_E = torch.tensor([3, 3, 8, 9], dtype=torch.int32, device=WHERE)
     x_NC = draw(9, 32 if back else 48, seed=1)
     experts = [0, 0, 0, 2, 2, 2, 2, 2, 3]
     assert find_experts(ends_E, 9).tolist() == experts
     expected_NK = torch.cat(
-        [
-            (codes.multiply_back if back else codes.multiply)(row_1C, expert)
-            for row_1C, expert in zip(x_NC.split(1), experts, strict=True)
-        ]
+        [codes.multiply(row_1C, expert, back=back) for row_1C, expert in zip(x_NC.split(1), experts, strict=True)]
     )
     for expert in (0, 2, 3):
         rows = [row for row, owner in enumerate(experts) if owner == expert]
-        assert relative(weights.multiply(x_NC[rows], expert, back=back), expected_NK[rows]) < 1e-2
+        assert relative(codes.multiply(x_NC[rows], expert, back=back), expected_NK[rows]) < 1e-2
     if back:
-        codes_NC, scale_N1 = quantise_rows(x_NC, codes.scale_EO, find_experts(ends_E, 9))
+        codes_NC, scale_N1 = quantise_rows(x_NC, codes.scales, find_experts(ends_E, 9))
         for row, expert in enumerate(experts):
-            alone = quantise_rows(x_NC[row : row + 1], codes.scale_EO[expert : expert + 1])
+            alone = quantise_rows(x_NC[row : row + 1], codes.scales[expert : expert + 1])
             assert torch.equal(codes_NC[row].float(), alone[0][0].float()) and torch.equal(scale_N1[row], alone[1][0])
     if has_fp8_kernel(x_NC.device):
-        assert relative(weights.multiply_groups(x_NC, ends_E, back=back), expected_NK) < 1e-2
+        assert relative(codes.multiply_groups(x_NC, ends_E, back=back), expected_NK) < 1e-2
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +150,7 @@ def run_pass(backend: TorchBackend, *data: Datum, forward_only: bool = False) ->
 
 def test_training_over_fp8_learns_and_samples_with_the_logprobs_of_training(shape: ModelShape, tmp_path: Path) -> None:
     backend = TorchBackend(shape, device=WHERE, dtype="bfloat16", quantize="fp8")
-    assert any(isinstance(linear, Fp8Linear) for linear in backend.base.targets.values())
+    assert any(isinstance(codes, Fp8Codes) for codes in backend.base.list_codes())
     backend.create_model("m", LoraSpec(8, seed=1))
     tokens = np.arange(40) * 5 % 290
     losses = []

@@ -472,9 +472,32 @@ def test_experts_that_cannot_be_spread_so_are_refused_with_the_reason(name: str,
         check(find_known(name), Workload(8, GPU), degrees)
 
 
-def test_quantised_weights_are_not_split() -> None:
-    with pytest.raises(SettingsError, match="quantised"):
-        check(find_known("Qwen3-32B"), Workload(8, GPU, quantize="nf4"), Degrees(4, 2))
+def test_codes_are_divided_with_their_linears_and_experts() -> None:
+    for name, degrees in (("Qwen3-32B", Degrees(1, 2)), ("Qwen3-32B", Degrees(pipeline=2)),
+                          ("Qwen3-30B-A3B", Degrees(2, experts=2)),
+                          ("Qwen3-30B-A3B", Degrees(1, experts=2, pipeline=2, context=2))):  # fmt: skip
+        model, workload = find_known(name), Workload(degrees.devices, GPU, dtype="bfloat16")
+        for quantize, share in (("int8", 0.5), ("nf4", 0.28), ("fp8", 0.5)):
+            needs = estimate_needs(model, replace(workload, quantize=quantize), degrees)
+            whole = estimate_needs(model, replace(workload, quantize=quantize), Degrees(degrees.devices))
+            assert needs.base < 0.62 * whole.base
+            assert needs.base < (share + 0.15) * estimate_needs(model, workload, degrees).base
+            check(model, replace(workload, quantize=quantize), degrees)
+
+
+def test_a_quantised_base_is_not_sharded_nor_a_block_of_nf4_cut() -> None:
+    model, workload = find_known("Qwen3-32B"), Workload(8, GPU, quantize="nf4")
+    with pytest.raises(SettingsError, match=r"a quantised base \(nf4\) cannot be sharded"):
+        check(model, workload, Degrees(8, shard_base=True))
+    narrow = replace(
+        model, linears=tuple(replace(linear, inputs=linear.inputs + 64) if linear.split_dim == "inputs" else linear
+                             for linear in model.linears)
+    )  # fmt: skip
+    with pytest.raises(
+        SettingsError, match=r"tensor parallel 2: nf4 has a scale for 64 inputs, and a part of .* would"
+    ):
+        check(narrow, workload, Degrees(4, 2))
+    check(narrow, replace(workload, quantize="int8"), Degrees(4, 2))
 
 
 def test_requested_degrees_are_used_if_they_fit_and_else_refused_with_the_gap() -> None:

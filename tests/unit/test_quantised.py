@@ -14,8 +14,6 @@ from support import families, tiny_models
 from support.local_sampling import finish, make_prompt, make_sample
 from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.backends.torch.expert_weights import DequantisedWeights
-from tinsmith.backends.torch.quantised_linear import QuantisedLinear
 from tinsmith.backends.torch.quantization import choose_quantiser
 from tinsmith.errors import SettingsError
 from tinsmith.types import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult
@@ -57,9 +55,8 @@ def make_dequantised_model(shape: ModelShape, backend: TorchBackend, directory: 
     for name, linear in backend.base.targets.items():
         model.get_submodule(name).weight = torch.nn.Parameter(linear.weight.detach().clone())
     for experts in backend.base.experts:
-        for name, weights in (("gate_up_proj", experts.outer), ("down_proj", experts.down)):
-            assert isinstance(weights, DequantisedWeights)
-            weight_EOI = weights._codes.weights()
+        for name, codes in zip(("gate_up_proj", "down_proj"), experts.list_codes(), strict=True):
+            weight_EOI = codes.weights()
             stored = model.get_submodule(experts.name).get_parameter(name)
             stored.data = weight_EOI.mT.contiguous() if experts.transposed else weight_EOI
     model.save_pretrained(directory)
@@ -125,14 +122,14 @@ def test_experts_codes_take_less_room_and_the_matrices_are_gone(mixture: ModelSh
         {"gate_up_proj", "down_proj"}
     )
     for codes, weights in zip(quantised.experts, plain.experts, strict=True):
-        assert codes.is_quantised and not weights.is_quantised and not weights.frozen_tensors()
+        assert codes.is_quantised and not weights.is_quantised and not weights.list_codes()
         before = weights.outer_proj.nbytes + weights.down_proj.nbytes
-        after = sum(tensor.nbytes for tensor in codes.frozen_tensors())
+        after = sum(tensor.nbytes for matrices in codes.list_codes() for tensor in matrices.tensors())
         assert after < before / {"int8": 2.5, "nf4": 6, "fp8": 2.5}[kind]  # rows of 16 to 32 weights have a scale each
         assert codes.copied_bytes == (1 if kind == "fp8" else 4) * 2 * codes.hidden_features * codes.inner_features
     assert quantised.num_bytes < 0.8 * plain.num_bytes
     stored = {tensor.untyped_storage()._cdata for tensor in quantised.frozen_tensors()}
-    codes_stores = {t.untyped_storage()._cdata for module in quantised.experts for t in module.frozen_tensors()}
+    codes_stores = {t.untyped_storage()._cdata for codes in quantised.list_codes() for t in codes.tensors()}
     assert codes_stores <= stored, "they leave a sleeping device with the rest"
 
 
@@ -161,29 +158,58 @@ def test_a_dense_model_is_compared_in_every_row(shape: ModelShape) -> None:
 @pytest.mark.parametrize("kind", ["int8", "nf4", "fp8"])
 def test_one_experts_matrix_is_that_of_the_stack(kind: str) -> None:
     weight_EOI = torch.randn(3, 5, 7, generator=torch.Generator().manual_seed(0))  # not whole blocks of nf4
-    quantiser = choose_quantiser(kind, torch.device("cpu"))
-    assert quantiser is not None
-    codes = quantiser.quantise(weight_EOI)
+    quantise = choose_quantiser(kind, torch.device("cpu"))
+    assert quantise is not None
+    codes = quantise(weight_EOI)
     assert torch.equal(torch.stack([codes.weight(index) for index in range(3)]), codes.weights())
     for index in range(3):
-        alone = quantiser.quantise(weight_EOI[index : index + 1])
+        alone = quantise(weight_EOI[index : index + 1])
         assert torch.equal(alone.weight(0), codes.weight(index)), "no expert changes another's codes"
         assert relative(codes.weight(index), weight_EOI[index]) < {"int8": 0.01, "nf4": 0.15, "fp8": 0.05}[kind]
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4", "fp8"])
+def test_a_part_of_the_codes_stands_for_the_same_numbers(kind: str) -> None:
+    """Through every cut that ranks make, and a cut of a cut."""
+    quantise = choose_quantiser(kind, torch.device("cpu"))
+    assert quantise is not None
+    codes = quantise(torch.randn(4, 12, 256, generator=torch.Generator().manual_seed(0)))
+    half, quarter = slice(128, 256), slice(64, 128)
+    for cut in (
+        {"experts": slice(1, 3)},
+        {"outputs": slice(3, 9)},
+        {"inputs": half},
+        {"experts": slice(2, 4), "inputs": half},
+    ):
+        index = tuple(cut.get(name, slice(None)) for name in ("experts", "outputs", "inputs"))
+        part, expected_EOI = codes.select(**cut), codes.weights()[index]
+        assert part.shape == expected_EOI.shape and part.num_weights == expected_EOI.numel()
+        assert torch.equal(part.weights(), expected_EOI) and torch.equal(part.weight(0), expected_EOI[0])
+        stores = [tensor.untyped_storage().nbytes() for tensor in part.tensors()]
+        assert stores == [tensor.nbytes for tensor in part.tensors()], "the rest is not kept"
+        x_nI = torch.randn(5, expected_EOI.shape[2], generator=torch.Generator().manual_seed(1))
+        assert relative(part.multiply(x_nI, 1), x_nI @ expected_EOI[1].t()) < (0.1 if kind == "fp8" else 1e-5)
+    assert torch.equal(codes.select(inputs=half).select(inputs=quarter).weights(), codes.weights()[..., 192:])
+    if kind == "nf4":
+        for cut in ({"inputs": slice(0, 100)}, {"inputs": slice(32, 96)}):
+            with pytest.raises(ValueError, match="a scale for 64 inputs"):
+                codes.select(**cut)
+        with pytest.raises(ValueError, match="would have 100 of 100"):
+            quantise(torch.ones(1, 4, 100)).select(outputs=slice(0, 2))
 
 
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_codes_are_near_the_weights_and_take_less_room(shape: ModelShape, kind: str) -> None:
     quantised, plain = backend_of(shape, quantize=kind).base, backend_of(shape).base
-    assert {type(linear) for linear in quantised.targets.values()} > {QuantisedLinear}
     for name, linear in quantised.targets.items():
         expected = plain.targets[name].weight
         if linear.group == "unembed":
-            assert type(linear) is not QuantisedLinear and torch.equal(linear.weight, expected)
+            assert linear.codes is None and torch.equal(linear.weight, expected)
             continue
-        assert isinstance(linear, QuantisedLinear)
+        assert linear.codes is not None
         assert relative(linear.weight, expected) < (0.01 if kind == "int8" else 0.12)
         assert linear.weight.dtype == expected.dtype and linear.weight.shape == expected.shape
-        num_bytes = sum(tensor.nbytes for tensor in linear.frozen_tensors())
+        num_bytes = sum(tensor.nbytes for tensor in linear.codes.tensors())
         assert num_bytes < expected.nbytes / (3.5 if kind == "int8" else 6)
         assert "weight" not in dict(linear.named_parameters())
 

@@ -221,7 +221,9 @@ def estimate_needs(model: Architecture, workload: Workload, degrees: Degrees) ->
     )  # fmt: skip
     packed = memory.packed_bytes(model, dtype=dtype, quantize=workload.quantize, cuda=workload.cuda)
     base += 0 if stages > 1 else packed // degrees.tensor
-    base += memory.count_copied_bytes(model, dtype=dtype, quantize=workload.quantize, cuda=workload.cuda)
+    base += memory.count_copied_bytes(
+        model, dtype=dtype, quantize=workload.quantize, cuda=workload.cuda, experts=degrees.experts
+    )
     activations = memory.activations(model, dtype=dtype, cuda=workload.cuda, tensor=degrees.tensor, stages=stages,
                               context=degrees.context)  # fmt: skip
     cached = context * memory.key_value_bytes(model, dtype=dtype, tensor=degrees.tensor) + memory.state_bytes(model)
@@ -252,8 +254,10 @@ def find_problem(
     if degrees.pipeline > 1 and (problem := _find_stage_problem(model, degrees)):
         return f"pipeline parallel {degrees.pipeline}: {problem}"
     tensor = degrees.tensor
-    if quantize != "off" and degrees.sharded:
-        return f"a quantised base ({quantize}) cannot be divided; use data or context parallelism"
+    if quantize != "off" and degrees.shard_base:
+        return f"a quantised base ({quantize}) cannot be sharded; use tensor, pipeline or expert parallelism"
+    if quantize == "nf4" and tensor > 1 and (problem := _find_block_problem(model, tensor)):
+        return problem
     if problem := _find_expert_problem(model, degrees):
         return problem
     if model.state_elements and tensor > 1:
@@ -263,6 +267,18 @@ def find_problem(
     for divisor, noun in _tensor_divisors(model):
         if divisor % tensor:
             return f"tensor parallel {tensor} does not divide the model's {divisor} {noun}"
+    return None
+
+
+def _find_block_problem(model: Architecture, tensor: int) -> str | None:
+    for linear in model.linears:
+        if linear.split_dim and linear.copies == 1:
+            inputs = linear.inputs / (tensor if linear.split_dim == "inputs" else 1)
+            if inputs % memory.NF4_BLOCK:
+                return (
+                    f"tensor parallel {tensor}: nf4 has a scale for {memory.NF4_BLOCK} inputs, and a part of "
+                    f"{linear.name} would have {inputs:g}"
+                )
     return None
 
 

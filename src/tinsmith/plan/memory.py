@@ -19,7 +19,10 @@ from typing import NamedTuple
 from tinsmith.plan.architecture import Architecture, Linear
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
-QUANTISED_BYTES: Mapping[str, float] = {"int8": 1.0, "nf4": 0.5 + 4 / 64, "fp8": 1.0}
+NF4_BLOCK = 64
+"""Weights that share a scale in nf4."""
+
+QUANTISED_BYTES: Mapping[str, float] = {"int8": 1.0, "nf4": 0.5 + 4 / NF4_BLOCK, "fp8": 1.0}
 """Bytes per parameter of a quantised linear, including scales."""
 
 MICRO_BATCH = {False: 1024, True: 8192}
@@ -197,9 +200,8 @@ def base_bytes(
     split = sum(linear.num_parameters for linear in linears if linear.split_dim) * linear_bytes / tensor
     replicated = sum(linear.num_parameters for linear in linears if not linear.split_dim) * linear_bytes
     spread = sum(linear.num_parameters for linear in model.linears if experts > 1 and linear.copies > 1) * linear_bytes
-    other_parameters = (
-        model.embedding_parameters * (1 if model.tied else 2) + model.other_parameters + model.vision_parameters
-    )
+    embeddings = model.embedding_parameters + _unembedding_parameters(model, tensor)
+    other_parameters = embeddings + model.other_parameters + model.vision_parameters
     gathered_parameters = model.layer_parameters(with_experts=experts == 1)
     gathered = gathered_parameters * linear_bytes / tensor if shards > 1 else 0
     if stages > 1:
@@ -207,11 +209,18 @@ def base_bytes(
         unrouted_sizes = [size - routed_size for size, routed_size in zip(model.layer_sizes, routed, strict=True)]
         bytes_per_parameter = (split + replicated + model.other_parameters * dtype_bytes) / sum(unrouted_sizes)
         layers = [
-            unrouted_size * bytes_per_parameter + dtype_bytes / experts * routed_size
+            unrouted_size * bytes_per_parameter + linear_bytes / experts * routed_size
             for unrouted_size, routed_size in zip(unrouted_sizes, routed, strict=True)
         ]
         return int(max(_stage_bytes(model, stages, layers, model.embedding_parameters * dtype_bytes)))
     return int((split + replicated) / shards + gathered + spread / experts + other_parameters * dtype_bytes)
+
+
+def _unembedding_parameters(model: Architecture, tensor: int) -> float:
+    """Those that one of `tensor` devices stores beside the embeddings: its part of the vocabulary is a copy."""
+    if tensor > 1 and model.vocab % tensor == 0:
+        return model.embedding_parameters / tensor
+    return 0 if model.tied else model.embedding_parameters
 
 
 def _stage_bytes(model: Architecture, stages: int, layers: Sequence[float], end: float) -> Iterator[float]:
@@ -254,13 +263,13 @@ def packed_bytes(model: Architecture, *, dtype: str, quantize: str, cuda: bool) 
     return num_parameters * DTYPE_BYTES[dtype] if num_parameters * DTYPE_BYTES[dtype] <= MAX_PACKED_BYTES else 0
 
 
-def count_copied_bytes(model: Architecture, *, dtype: str, quantize: str, cuda: bool) -> int:
-    """What a product of quantised experts takes for matrices made from codes: of gate and up, on a GPU of all experts
-    at once, and as much again in the graphs of decode steps.
+def count_copied_bytes(model: Architecture, *, dtype: str, quantize: str, cuda: bool, experts: int = 1) -> int:
+    """What a product of quantised experts takes for matrices made from codes: of gate and up, on a GPU of all a
+    device's experts at once, and as much again in the graphs of decode steps.
     """
     if quantize == "off":
         return 0
-    sizes = [linear.inputs * linear.outputs * (2 * linear.copies if cuda else 1) for linear in model.linears
+    sizes = [linear.inputs * linear.outputs * (2 * linear.copies // experts if cuda else 1) for linear in model.linears
              if linear.copies > 1 and not linear.name.endswith("w2")]  # fmt: skip
     return sum(sizes) * (1 if quantize == "fp8" and cuda else DTYPE_BYTES[dtype])
 

@@ -95,10 +95,10 @@ def load_base(shape: ModelShape, ranks: Ranks, *, dtype: str, recompute: str, qu
         base = BaseModel.load(shape, device=str(ranks.device), dtype=dtype, recompute=recompute, quantize=quantize)
         base.pin_threads()
         return base
-    if quantize != "off" and ranks.degrees.sharded:
+    if quantize != "off" and ranks.degrees.shard_base:
         raise SettingsError(
-            f"quantize is {quantize!r}, and codes cannot be sharded: leave tensor_parallel and pipeline_parallel at 1 "
-            "and shard_base off, or set quantize to 'off'"
+            f"quantize is {quantize!r}, and shard_base gathers whole weights; divide the codes with tensor_parallel, "
+            "pipeline_parallel or expert_parallel, or set quantize to 'off'"
         )
     device = "cpu" if ranks.degrees.sharded else str(ranks.device)
     base = ShardedBase.load(shape, device=device, dtype=dtype, recompute=recompute, quantize=quantize)
@@ -132,7 +132,8 @@ class ShardedBase(BaseModel):
         if self._ranks is not None and not self._ranks.degrees.sharded:
             return super().num_bytes
         tensors = {id(tensor): tensor for tensor in (*self.model.parameters(), *self.model.buffers())}
-        return sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in tensors.values())
+        weights = sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in tensors.values())
+        return weights + self.code_bytes + self.copied_bytes
 
     def frozen_tensors(self) -> list[Tensor]:
         return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in super().frozen_tensors()]
@@ -224,6 +225,8 @@ class ShardedBase(BaseModel):
         if ranks.degrees.shard_base:
             self._shard_layers(ranks)
         cast(nn.Module, self.model).to(ranks.device)
+        for codes in self.list_codes():
+            codes.move_(ranks.device)
         self.device = ranks.device
         if ranks.degrees.sharded:  # until here it was on the host
             self.swapped = self._swap_kernels()

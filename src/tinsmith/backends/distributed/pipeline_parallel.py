@@ -31,6 +31,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from tinsmith.backends.distributed.collectives import Ranks
+from tinsmith.backends.torch.lora import MultiLoRALinear
+from tinsmith.backends.torch.moe import MultiLoRAExperts
 from tinsmith.errors import SettingsError
 from tinsmith.plan.architecture import count_parameters, decoder_layers, find_indivisible_reason
 from tinsmith.plan.memory import split_layers
@@ -231,12 +233,18 @@ def find_stage_layers(
     """The layers of this rank's stage, by the plan's rule: embeddings count with the first layer, the unembedding with
     the last.
     """
-    sizes = [count_parameters(layer) for layer in layers]
+    sizes = [_count_weights(layer) for layer in layers]
     sizes[0] += embedding_elements
     sizes[-1] += unembedding_elements
     counts = split_layers(tuple(sizes), ranks.degrees.pipeline)
     first = sum(counts[: ranks.stage])
     return range(first, first + counts[ranks.stage])
+
+
+def _count_weights(layer: nn.Module) -> int:
+    """Elements of a layer's parameters, and of the matrices that it stores as codes."""
+    modules = [module for module in layer.modules() if isinstance(module, MultiLoRALinear | MultiLoRAExperts)]
+    return count_parameters(layer) + sum(codes.num_weights for module in modules for codes in module.list_codes())
 
 
 class StageRows(NamedTuple):

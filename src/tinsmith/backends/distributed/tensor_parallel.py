@@ -30,6 +30,7 @@ from transformers import PreTrainedConfig
 
 from tinsmith.backends.distributed.collectives import Ranks
 from tinsmith.backends.torch.adapters import Adapter, Gradients, Layout, Target
+from tinsmith.backends.torch.frozen_weights import WHOLE, WeightCodes
 from tinsmith.backends.torch.lora import ForwardContext, MultiLoRALinear
 from tinsmith.backends.torch.lora_batch import AdapterGroup
 from tinsmith.errors import SettingsError
@@ -73,11 +74,15 @@ class ShardedLinear(MultiLoRALinear):
             (linear.in_features, _length(self.shard)) if kind == COLUMN else (_length(self.shard), linear.out_features)
         )
         shard_linear = nn.Linear(inputs, outputs, bias=linear.bias is not None, device="meta")
-        rows, columns = (self.shard, slice(None)) if kind == COLUMN else (slice(None), self.shard)
-        shard_linear.weight = _freeze(linear.weight[rows, columns])
+        rows, columns = (self.shard, WHOLE) if kind == COLUMN else (WHOLE, self.shard)
+        codes = None
+        if linear.codes is None:
+            shard_linear.weight = _freeze(linear.weight[rows, columns])
+        else:
+            codes = _select_codes(linear.name, linear.codes, rows, columns, ranks.degrees.tensor)
         if linear.bias is not None:
             shard_linear.bias = _freeze(linear.bias[rows] if kind == COLUMN else linear.bias)
-        super().__init__(linear.name, linear.group, shard_linear, context)
+        super().__init__(linear.name, linear.group, shard_linear, context, codes)
         self.kind = kind
         self.ranks = ranks
 
@@ -321,6 +326,16 @@ def _rank_slice(size: int, ranks: Ranks) -> slice:
 
 def _length(shard: slice) -> int:
     return shard.stop - shard.start
+
+
+def _select_codes(name: str, codes: WeightCodes, outputs: slice, inputs: slice, degree: int) -> WeightCodes:
+    try:
+        return codes.select(outputs=outputs, inputs=inputs)
+    except ValueError as error:
+        raise SettingsError(
+            f"tensor_parallel is {degree}, and {name} cannot be cut into as many parts: {error}; choose a smaller "
+            "degree, or set quantize to 'int8' or 'fp8'"
+        ) from None
 
 
 def _freeze(weight: Tensor) -> nn.Parameter:

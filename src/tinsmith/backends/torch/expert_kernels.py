@@ -33,7 +33,7 @@ from triton.runtime import JITFunction
 
 from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.expert_pairs import ExpertPairs, Factors, GateGradients, count_ranks, rank_slices
-from tinsmith.backends.torch.expert_weights import ExpertWeights
+from tinsmith.backends.torch.frozen_weights import ExpertWeights
 from tinsmith.backends.torch.host import upload
 
 ROWS, COLUMNS = 64, 64

@@ -14,7 +14,7 @@ them.
 `expert_kernels` computes the same on a GPU.
 
 Shapes: T rows, k experts of each, N = T * k pairs, E experts, S slots of adapters, V = E * S groups, C columns, r rank,
-R low-rank values of a row, K outputs of a product (`expert_weights`).
+R low-rank values of a row, K outputs of a product (`frozen_weights`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.backends.torch.adapters import Adapter, Pair
-from tinsmith.backends.torch.expert_weights import ExpertWeights
+from tinsmith.backends.torch.frozen_weights import ExpertWeights
 from tinsmith.backends.torch.host import read
 from tinsmith.backends.torch.lora_batch import LoRABatch
 from tinsmith.backends.torch.matmul import add_matmul_, matmul

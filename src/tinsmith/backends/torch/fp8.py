@@ -9,8 +9,8 @@ may become another code, so their logprobs differ more than unquantised ones. Ad
 Elsewhere, and for sizes that the kernel does not take (multiples of 16), the same numbers are multiplied in float32.
 That is the reference, and slow. A row's scale depends on that row alone.
 
-Shapes: E matrices (1 of a linear, or one for each expert), T rows, n rows of one expert, N rows of all sorted by
-expert, I inputs, O outputs.
+Shapes: E matrices (1 of a linear, or one for each expert), T rows, n rows of one matrix, N rows of all sorted by
+expert, I inputs, O outputs; a product has C columns and gives K.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from tinsmith.backends.torch.expert_weights import find_experts
-from tinsmith.backends.torch.quantised_linear import QuantisedLinear
+from tinsmith.backends.torch.frozen_weights import WeightCodes, find_experts
 from tinsmith.runtime.devices import kind_of, runs_kernels
 
 E4M3 = torch.float8_e4m3fn
@@ -60,79 +59,54 @@ def quantise_rows(
     return codes_TI, scale_T1
 
 
-class Fp8Codes:
+class Fp8Codes(WeightCodes):
+    """`codes` [E, O, I] and `scales` [E, O]."""
+
+    rounds_rows = True
+
     def __init__(self, weight_EOI: Tensor, device: torch.device | None = None) -> None:
         device = weight_EOI.device if device is None else device
-        self.codes_EOI = torch.empty(weight_EOI.shape, dtype=E4M3, device=device)
-        self.scale_EO = torch.empty(weight_EOI.shape[:2], device=device)
-        self.dtype = weight_EOI.dtype
+        super().__init__(weight_EOI)
+        self.codes = torch.empty(self.shape, dtype=E4M3, device=device)
+        self.scales = torch.empty(self.shape[:2], device=device)
         for index, weight_OI in enumerate(weight_EOI):
             wide_OI = weight_OI.to(device).float()
             scale_O1 = wide_OI.abs().amax(-1, keepdim=True).clamp_min_(1e-30) / LARGEST
-            self.codes_EOI[index].copy_(wide_OI / scale_O1)
-            self.scale_EO[index].copy_(scale_O1[:, 0])
+            self.codes[index].copy_(wide_OI / scale_O1)
+            self.scales[index].copy_(scale_O1[:, 0])
 
-    def tensors(self) -> list[Tensor]:
-        return [self.codes_EOI, self.scale_EO]
+    @property
+    def alignment(self) -> int:
+        return 16
+
+    @property
+    def copied_bytes(self) -> int:
+        return 1
 
     def weight(self, index: int) -> Tensor:
-        return (self.codes_EOI[index].float() * self.scale_EO[index, :, None]).to(self.dtype)
+        return (self.codes[index].float() * self.scales[index, :, None]).to(self.dtype)
 
     def weights(self) -> Tensor:
-        return (self.codes_EOI.float() * self.scale_EO[..., None]).to(self.dtype)
+        return (self.codes.float() * self.scales[..., None]).to(self.dtype)
 
-    def multiply(self, x_TI: Tensor, index: int) -> Tensor:
-        """[T, O], in the dtype of the rows."""
-        codes_OI, scale_O = self.codes_EOI[index], self.scale_EO[index]
-        return _multiply(*quantise_rows(x_TI), codes_OI.t(), scale_O[None], x_TI.dtype)
+    def _cut(self, experts: slice, outputs: slice, inputs: slice) -> tuple[Tensor, Tensor]:
+        return self.codes[experts, outputs, inputs], self.scales[experts, outputs]
 
-    def multiply_back(self, grad_TO: Tensor, index: int) -> Tensor:
-        """[T, I]: the gradient of the rows."""
-        codes_OI, factors_1O = self.codes_EOI[index], self.scale_EO[index : index + 1]
-        ones_1I = torch.ones(1, codes_OI.shape[1], device=grad_TO.device)
-        return _multiply(*quantise_rows(grad_TO, factors_1O), _by_columns(codes_OI), ones_1I, grad_TO.dtype)
-
-
-class Fp8Linear(QuantisedLinear):
-    """A frozen linear of 8-bit floats with adapters."""
-
-    _codes: Fp8Codes
-
-    def frozen_product(self, x_TI: Tensor, out_dtype: torch.dtype) -> Tensor:
-        return self._codes.multiply(x_TI, 0).to(out_dtype)
-
-    def frozen_gradient(self, grad_TO: Tensor) -> Tensor:
-        return self._codes.multiply_back(grad_TO, 0)
-
-    def forward_frozen(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
-            return self.forward_with_gradient(x, ())
-        return self.forward_rows(x.reshape(-1, self.in_features), ())[0].view(*x.shape[:-1], -1)
-
-
-class Fp8ExpertWeights:
-    """Experts' matrices of 8-bit floats (`expert_weights.ExpertWeights`)."""
-
-    alignment, copied_bytes = 16, 1
-
-    def __init__(self, codes: Fp8Codes) -> None:
-        self._codes = codes
-
-    def multiply(self, x_nC: Tensor, expert: int, *, back: bool = False) -> Tensor:
-        return (self._codes.multiply_back if back else self._codes.multiply)(x_nC, expert)
+    def multiply(self, x_nC: Tensor, index: int, *, back: bool = False) -> Tensor:
+        codes_OI, scale_1O = self.codes[index], self.scales[index : index + 1]
+        if not back:
+            return _multiply(*quantise_rows(x_nC), codes_OI.t(), scale_1O, x_nC.dtype)
+        ones_1I = torch.ones(1, codes_OI.shape[1], device=x_nC.device)
+        return _multiply(*quantise_rows(x_nC, scale_1O), _by_columns(codes_OI), ones_1I, x_nC.dtype)
 
     def multiply_groups(self, x_NC: Tensor, ends_E: Tensor, *, back: bool = False) -> Tensor:
-        codes_EOI, scale_EO = self._codes.tensors()
         if back:
-            codes_NC, scale_N1 = quantise_rows(x_NC, scale_EO, find_experts(ends_E, len(x_NC)))
-            right_ECK, scale_EK = _by_columns(codes_EOI), torch.ones_like(codes_EOI[:, 0], dtype=torch.float32)
+            codes_NC, scale_N1 = quantise_rows(x_NC, self.scales, find_experts(ends_E, len(x_NC)))
+            right_ECK, scale_EK = _by_columns(self.codes), torch.ones_like(self.codes[:, 0], dtype=torch.float32)
         else:
             codes_NC, scale_N1 = quantise_rows(x_NC)
-            right_ECK, scale_EK = codes_EOI.mT, scale_EO
+            right_ECK, scale_EK = self.codes.mT, self.scales
         return _scaled_grouped_mm(codes_NC, right_ECK, scale_N1.view(-1), scale_EK, offs=ends_E, out_dtype=x_NC.dtype)
-
-    def tensors(self) -> list[Tensor]:
-        return self._codes.tensors()
 
 
 def _by_columns(codes: Tensor) -> Tensor:

@@ -38,6 +38,7 @@ from tinsmith.backends.torch.adapters import (
     extend_rows,
 )
 from tinsmith.backends.torch.attention import AttentionPlan
+from tinsmith.backends.torch.frozen_weights import WeightCodes
 from tinsmith.backends.torch.host import upload
 from tinsmith.backends.torch.lora_batch import (
     BLOCK_ROWS,
@@ -508,6 +509,8 @@ class LoRALinear:
     in_features: int
     out_features: int
     delta: LoRADelta
+    codes: WeightCodes | None = None
+    """What holds the frozen matrix of a quantised linear."""
 
     def groups(self, lora_batch: LoRABatch) -> list[AdapterGroup]:
         """The groups whose adapters have any of these linears."""
@@ -515,14 +518,22 @@ class LoRALinear:
 
     def frozen_product(self, x_TI: Tensor, out_dtype: torch.dtype) -> Tensor:
         """[T, O]: x W^T, to which the bias is not added."""
+        if self.codes is not None:
+            return self.codes.multiply(x_TI, 0).to(out_dtype)
         return matmul(x_TI, self.weight.t(), out_dtype)
 
     def frozen_gradient(self, grad_TO: Tensor) -> Tensor:
         """[T, I]: the gradient of x that comes through W."""
+        if self.codes is not None:
+            return self.codes.multiply(grad_TO, 0, back=True)
         return matmul(grad_TO, self.weight, grad_TO.dtype)
 
     def forward_frozen(self, x: Tensor) -> Tensor:
         """y without adapters."""
+        if self.codes is not None:
+            if torch.is_grad_enabled():
+                return self.forward_with_gradient(x, ())
+            return self.forward_rows(x.reshape(-1, self.in_features), ())[0].view(*x.shape[:-1], -1)
         return nn.functional.linear(x, self.weight, self.bias)
 
     def forward_rows(
@@ -629,20 +640,38 @@ class ForwardContext:
 
 class MultiLoRALinear(LoRALinear, nn.Module):
     """Replaces a frozen nn.Linear. Keeps its parameters under the same names: tied weights and state dicts are
-    unchanged.
+    unchanged. With `codes`, `weight` is no parameter: it is dequantised on every access, since keeping it would undo
+    the saving.
     """
 
-    def __init__(self, name: str, group: str, linear: nn.Linear, context: ForwardContext) -> None:
+    def __init__(
+        self, name: str, group: str, linear: nn.Linear, context: ForwardContext, codes: WeightCodes | None = None
+    ) -> None:
         super().__init__()
         self.name = name
         self.group = group
-        self.weight = linear.weight
+        self.codes = codes
+        if codes is None:
+            self.weight = linear.weight
         self.bias = linear.bias
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self.targets: tuple[Target, ...] = (self.target,)
         self.delta = LoRADelta(self.targets)
         self._context = context
+
+    def __getattr__(self, name: str) -> Tensor | nn.Module:
+        # Called for parameters, and for attributes that are missing.
+        if name == "weight" and (codes := self.__dict__.get("codes")) is not None:
+            return codes.weight(0)
+        return super().__getattr__(name)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype if self.codes is None else self.codes.dtype
+
+    def list_codes(self) -> Sequence[WeightCodes]:
+        return () if self.codes is None else (self.codes,)
 
     @property
     def target(self) -> Target:

@@ -38,7 +38,7 @@ from tinsmith.backends.torch.attention import (
     select_all_tokens,
 )
 from tinsmith.backends.torch.decoder_check import TOLERANCES, measure_difference
-from tinsmith.backends.torch.fp8 import Fp8Linear
+from tinsmith.backends.torch.frozen_weights import Quantise, WeightCodes
 from tinsmith.backends.torch.host import upload
 from tinsmith.backends.torch.loading import (
     choose_attention,
@@ -50,9 +50,8 @@ from tinsmith.backends.torch.loading import (
 from tinsmith.backends.torch.lora import DeviceLoRABatch, ForwardContext, MultiLoRALinear
 from tinsmith.backends.torch.lora_batch import LoRABatch
 from tinsmith.backends.torch.module_kernels import SwappedKernels, join_gated_products, swap_kernels
-from tinsmith.backends.torch.moe import MultiLoRAExperts, dispatch_chosen_rows
-from tinsmith.backends.torch.quantised_linear import QuantisedLinear
-from tinsmith.backends.torch.quantization import Quantiser, choose_quantiser
+from tinsmith.backends.torch.moe import MultiLoRAExperts, dispatch_chosen_rows, quantise_experts
+from tinsmith.backends.torch.quantization import choose_quantiser
 from tinsmith.backends.torch.recompute import Recompute
 from tinsmith.backends.torch.recurrent import wrap_mixers
 from tinsmith.backends.torch.servable import (
@@ -109,11 +108,11 @@ class BaseModel:
         self._decoder = decoder_of(model)
         self.num_parameters = model.num_parameters()
         self.tied_head = _tied_head(model)
-        quantiser = choose_quantiser(quantize, self.device)
-        self.targets = _swap_linears(model, self._decoder, self._context, quantiser)
+        quantise = choose_quantiser(quantize, self.device)
+        self.targets = _swap_linears(model, self._decoder, self._context, quantise)
         mark_experts(model)
-        self.experts = _swap_experts(model, self._context, quantiser)
-        if quantiser is not None:
+        self.experts = _swap_experts(model, self._context, quantise)
+        if quantise is not None:
             move_tensors(model, self.device)
         dispatch_chosen_rows(self._decoder, self._context)
         select_all_tokens(self._decoder)
@@ -212,7 +211,12 @@ class BaseModel:
         stores = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
                   for tensor in (*self.model.parameters(), *self.model.buffers())}  # fmt: skip
         packed = 0 if self._fused is None else self._fused.packed_bytes
-        return sum(stores.values()) + sum(tensor.nbytes for tensor in self._code_tensors()) + packed + self.copied_bytes
+        return sum(stores.values()) + self.code_bytes + packed + self.copied_bytes
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of the codes and scales of a quantised base."""
+        return sum(tensor.nbytes for codes in self.list_codes() for tensor in codes.tensors())
 
     @property
     def copied_bytes(self) -> int:
@@ -221,12 +225,12 @@ class BaseModel:
 
     def frozen_tensors(self) -> list[Tensor]:
         """The weights that never change, as they are stored on the device."""
-        return [*self.model.parameters(), *self.model.buffers(), *self._code_tensors()]
+        code_tensors = (tensor for codes in self.list_codes() for tensor in codes.tensors())
+        return [*self.model.parameters(), *self.model.buffers(), *code_tensors]
 
-    def _code_tensors(self) -> list[Tensor]:
-        """The codes and scales of a quantised base."""
-        linears = [linear for linear in self.targets.values() if isinstance(linear, QuantisedLinear)]
-        return [tensor for module in (*linears, *self.experts) for tensor in module.frozen_tensors()]
+    def list_codes(self) -> list[WeightCodes]:
+        """What a quantised base stores in place of parameters."""
+        return [codes for module in (*self.targets.values(), *self.experts) for codes in module.list_codes()]
 
     def adaptable_targets(self) -> list[Target]:
         experts = [target for module in self.experts for target in module.targets]
@@ -424,7 +428,7 @@ class BaseModel:
     @property
     def rounds_to_8_bits(self) -> bool:
         """Whether rows are rounded to 8 bits, which turns a last bit into a sixteenth."""
-        return any(isinstance(linear, Fp8Linear) for linear in self.targets.values())
+        return any(codes.rounds_rows for codes in self.list_codes())
 
     @property
     def may_change_rows(self) -> bool:
@@ -459,10 +463,9 @@ class BaseModel:
 
 
 def _swap_linears(
-    model: PreTrainedModel, decoder: nn.Module, context: ForwardContext, quantiser: Quantiser | None
+    model: PreTrainedModel, decoder: nn.Module, context: ForwardContext, quantise: Quantise | None
 ) -> dict[str, MultiLoRALinear]:
     """The unembedding is never quantised."""
-    make = MultiLoRALinear if quantiser is None else quantiser.make_linear
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise SettingsError(f"{type(model).__name__} has no linear unembedding")
@@ -480,7 +483,8 @@ def _swap_linears(
             raise SettingsError(f"{type(model).__name__} keeps experts as linears, which cannot carry adapters here")
         group = "unembed" if module is head else "attn" if module in mixed.all or mixes_tokens(name) else "mlp"
         target_name = text_name(name)
-        targets[target_name] = (MultiLoRALinear if module is head else make)(target_name, group, module, context)
+        codes = None if quantise is None or module is head else quantise(module.weight.detach()[None])
+        targets[target_name] = MultiLoRALinear(target_name, group, module, context, codes)
         if module in mixed.parts:
             targets[target_name].divide(mixed.parts[module])
         setattr(model.get_submodule(parent_name), last, targets[target_name])
@@ -498,13 +502,12 @@ def _tied_head(model: PreTrainedModel) -> str | None:
     return names[head] if names[embeddings] == EMBED_TOKENS else None
 
 
-def _swap_experts(
-    model: PreTrainedModel, context: ForwardContext, quantiser: Quantiser | None
-) -> list[MultiLoRAExperts]:
-    swapped, quantise = [], None if quantiser is None else quantiser.make_expert_weights
+def _swap_experts(model: PreTrainedModel, context: ForwardContext, quantise: Quantise | None) -> list[MultiLoRAExperts]:
+    swapped = []
     for name, module in list(model.named_modules()):
         if is_experts(module):
-            swapped.append(MultiLoRAExperts(text_name(name), module, context, quantise))
+            codes = None if quantise is None else quantise_experts(module, quantise)
+            swapped.append(MultiLoRAExperts(text_name(name), module, context, codes))
             parent_name, _, last = name.rpartition(".")
             setattr(model.get_submodule(parent_name), last, swapped[-1])
     return swapped

@@ -152,14 +152,14 @@ class FusedMLP:
             gate_up = outer[0](x)
         else:
             return down(load_layer_kernels().apply_gate(*(linear(x) for linear in outer), self._activation))
-        if torch.is_grad_enabled() and type(down) is MultiLoRALinear and not _is_trained(down.weight):
+        if torch.is_grad_enabled() and type(down) is MultiLoRALinear and not any(map(_is_trained, down.parameters())):
             return down.forward_with_gradient(gate_up, down.groups(lora_batch), before=RECOMPUTED[self._activation])
         return down(load_layer_kernels().apply_joined_gate(gate_up, self._activation)).view(*x.shape[:-1], -1)
 
     def join(self) -> None:
         """Store both weights as one; see `join_gated_products`."""
         linears = [self._module.get_submodule(name) for name in self._names]
-        if len(linears) == 3 and all(type(linear) is MultiLoRALinear for linear in linears):
+        if len(linears) == 3 and all(type(linear) is MultiLoRALinear and linear.codes is None for linear in linears):
             gate, up = cast("list[MultiLoRALinear]", linears[:2])
             if len(gate.targets) == len(up.targets) == 1 and (gate.bias is None) == (up.bias is None):
                 self._joined = FusedLinear([gate, up])

@@ -14,7 +14,7 @@ On CUDA of compute capability 9.0 or 10.0, in bfloat16, where sizes are multiple
 `MAX_RANKS`, the base model's products are torch's grouped ones and all else are kernels (`expert_kernels`); nothing is
 read from the device. With transformers' default gate and SiLU, a pair keeps only its outputs of gate and up, without
 deltas, for backward (`_FusedFunction`). Elsewhere the reference, a loop over experts, reads the groups' sizes first.
-The base model's matrices may be codes (`quantization`), from which `expert_weights` makes the same products.
+The base model's matrices may be codes (`quantization`), from which `frozen_weights` makes the same products.
 
 Gradients go into the adapters' own buffers, as in `lora.MultiLoRALinear`. Knows no loss, optimizer, file or tenant.
 
@@ -24,7 +24,6 @@ gate), r rank, R low-rank values of a row, n rows of a segment.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple, cast
@@ -37,7 +36,7 @@ from transformers.integrations.moe import _default_apply_gate
 
 from tinsmith.backends.torch.adapters import Adapter, ExpertStack, Layout, Target, extend_rows
 from tinsmith.backends.torch.expert_pairs import ExpertPairs, Factors, LoopedPairs, count_ranks, rank_slices
-from tinsmith.backends.torch.expert_weights import ExpertWeights, MakeExpertWeights, PlainWeights
+from tinsmith.backends.torch.frozen_weights import ExpertWeights, PlainWeights, Quantise, WeightCodes
 from tinsmith.backends.torch.host import upload
 from tinsmith.backends.torch.lora import DeviceLoRABatch, ForwardContext, anchor
 from tinsmith.backends.torch.lora_batch import BLOCK_ROWS, LoRABatch
@@ -65,8 +64,13 @@ class MultiLoRAExperts(nn.Module):
     down_proj_bias: Tensor
 
     def __init__(
-        self, name: str, experts: nn.Module, context: ForwardContext, quantise: MakeExpertWeights | None = None
+        self,
+        name: str,
+        experts: nn.Module,
+        context: ForwardContext,
+        codes: tuple[WeightCodes, WeightCodes] | None = None,
     ) -> None:
+        """`codes`: what `quantise_experts` made of the experts, or a part."""
         super().__init__()
         if getattr(experts, "has_post_expert_norm", False):
             raise SettingsError(
@@ -78,10 +82,10 @@ class MultiLoRAExperts(nn.Module):
         self._experts = (experts,)  # not a submodule: its parameters would have two names
         self.has_bias = bool(experts.has_bias)
         self.transposed = bool(experts.is_transposed)
-        self.num_experts, *sizes = self.down_proj.shape
-        self.dtype = self.down_proj.dtype
-        self.inner_features, self.hidden_features = sizes if self.transposed else reversed(sizes)
         self.has_gate = bool(experts.has_gate)
+        self._codes = codes
+        self.num_experts, self.hidden_features, self.inner_features = self.down.shape
+        self.dtype = self.down.dtype
         self._interleaved = self.has_gate and not experts.is_concatenated
         gate, up = slice(0, self.inner_features), slice(self.inner_features, None)
         if self._interleaved:
@@ -99,16 +103,6 @@ class MultiLoRAExperts(nn.Module):
         """Maps [N, G] to [N, I]."""
         self.activation = find_activation(self.apply_gate) if self.has_gate else None
         """Of gates that are adjacent halves; None for others."""
-        self._codes = None if quantise is None else self._quantise(quantise)
-
-    def _quantise(self, quantise: MakeExpertWeights) -> tuple[ExpertWeights, ExpertWeights]:
-        """Codes in place of both matrices, which the model's own module loses, too."""
-        outer_name = "gate_up_proj" if self.has_gate else "up_proj"
-        matrices = [weight_E.mT if self.transposed else weight_E for weight_E in (self.outer_proj, self.down_proj)]
-        outer, down = (quantise(weight_EOI.detach()) for weight_EOI in matrices)
-        for module, name in itertools.product((self, self.module), (outer_name, "down_proj")):
-            del module._parameters[name]
-        return outer, down
 
     @property
     def is_quantised(self) -> bool:
@@ -133,9 +127,8 @@ class MultiLoRAExperts(nn.Module):
     def down(self) -> ExpertWeights:
         return PlainWeights(self.down_proj, self.transposed) if self._codes is None else self._codes[1]
 
-    def frozen_tensors(self) -> list[Tensor]:
-        """The codes and scales; empty without."""
-        return [*self.outer.tensors(), *self.down.tensors()]
+    def list_codes(self) -> Sequence[WeightCodes]:
+        return self._codes or ()
 
     @property
     def copied_bytes(self) -> int:
@@ -287,8 +280,15 @@ class MultiLoRAExperts(nn.Module):
         """Whether the kernels support these matrices."""
         sizes_fit = all(size % self.outer.alignment == 0 for size in (self.hidden_features, self.inner_features))
         ranks_fit = all(adapter is None or adapter.layout.rank <= MAX_RANKS for adapter in adapters)
-        device = (self.down_proj if self._codes is None else self._codes[1].tensors()[0]).device
-        return self.dtype == torch.bfloat16 and sizes_fit and ranks_fit and has_grouped_mm(device)
+        return self.dtype == torch.bfloat16 and sizes_fit and ranks_fit and has_grouped_mm(self.down.device)
+
+
+def quantise_experts(experts: nn.Module, quantise: Quantise) -> tuple[WeightCodes, WeightCodes]:
+    """Codes of the matrices of gate and up, and of down, which a model's own module loses."""
+    names = "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
+    matrices = [cast(Tensor, experts._parameters.pop(name)).detach() for name in names]
+    outer, down = (quantise(weight_E.mT if experts.is_transposed else weight_E) for weight_E in matrices)
+    return outer, down
 
 
 def _choose_gate(experts: nn.Module, has_gate: bool) -> Callable[[Tensor], Tensor]:

@@ -69,7 +69,7 @@ class Recompute:
         """
         linears = [module for module in decoder.modules() if isinstance(module, MultiLoRALinear)]
         self._linears_bytes = sum(
-            (linear.in_features + linear.out_features) * linear.weight.element_size() for linear in linears
+            (linear.in_features + linear.out_features) * linear.dtype.itemsize for linear in linears
         )
         mixers = [module for module in decoder.modules() if is_mixer(module)]
         self._mixers_bytes = sum(
