@@ -659,6 +659,21 @@ def test_a_step_takes_as_long_as_its_operations_and_exchanges() -> None:
     assert token_s(replace(plan, degrees=Degrees(8, shard_base=True)), h100) == pytest.approx(near.base / 2)
 
 
+@pytest.mark.parametrize("name", ["Qwen3-32B", "Qwen3-30B-A3B"])
+def test_a_sampled_token_waits_for_weights_that_are_dequantised(name: str) -> None:
+    """Per weight: 2 bytes in bfloat16; 1 in FP8; in int8 1, and a copy of 2 is written and read."""
+    (rates,) = [device for device in DEVICES if device.name == "H100 SXM"]
+    model = find_known(name)
+    seconds = {
+        quantize: token_s(evaluate(model, Workload(1, GPU, dtype="bfloat16", quantize=quantize), Degrees()), rates)
+        for quantize in ("off", "int8", "nf4", "fp8")
+    }
+    linears = sum(linear.num_active_parameters for linear in model.linears)
+    others, scale = model.num_active - linears, seconds["off"] / (2 * model.num_active)
+    for quantize, num_bytes in {"fp8": 1, "int8": 1 + 2 * 2, "nf4": 0.5625 + 2 * 2}.items():
+        assert seconds[quantize] == pytest.approx(scale * (num_bytes * linears + 2 * others))
+
+
 def test_the_speed_of_a_cpu_follows_from_measured_products() -> None:
     dtypes: list[str] = []
 

@@ -168,6 +168,27 @@ def test_one_experts_matrix_is_that_of_the_stack(kind: str) -> None:
         assert relative(codes.weight(index), weight_EOI[index]) < {"int8": 0.01, "nf4": 0.15, "fp8": 0.05}[kind]
 
 
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+@pytest.mark.parametrize("back", [False, True])
+def test_few_rows_dequantise_the_matrices_that_they_meet_alone(
+    kind: str, back: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantise = choose_quantiser(kind, torch.device("cpu"))
+    assert quantise is not None
+    codes = quantise(torch.randn(6, 20, 28, generator=torch.Generator().manual_seed(0)))
+    ends_E = torch.tensor([0, 1, 1, 1, 3, 4], dtype=torch.int32)
+    x_NC = torch.randn(4, 20 if back else 28, generator=torch.Generator().manual_seed(1))
+    expected_NK = torch.cat([codes.multiply(x_NC[n : n + 1], e, back=back) for n, e in enumerate((1, 4, 4, 5))])
+    dequantised = []
+    dequantise = type(codes)._dequantise  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setattr(
+        type(codes), "_dequantise", lambda *inputs: dequantised.append(dequantise(*inputs)) or dequantised[-1]
+    )
+    assert relative(codes.multiply_groups(x_NC, ends_E, back=back), expected_NK) < 1e-6
+    (weights,) = dequantised
+    assert weights.numel() == 4 * 20 * 28
+
+
 @pytest.mark.parametrize("kind", ["int8", "nf4", "fp8"])
 def test_a_part_of_the_codes_stands_for_the_same_numbers(kind: str) -> None:
     """Through every cut that ranks make, and a cut of a cut."""

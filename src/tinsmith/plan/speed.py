@@ -322,11 +322,22 @@ def step_time(plan: Plan, source: Device | Rates, share: StepShare) -> StepTime:
 
 
 def token_s(plan: Plan, source: Device | Rates) -> float:
-    """Seconds of one sampled token: all active weights are read, and a sharded base is gathered."""
+    """Seconds of one sampled token: all active weights are read, if need be dequantised, and a sharded base is
+    gathered.
+    """
     rates = source.rates(plan) if isinstance(source, Device) else source
     model, workload, degrees = plan.model, plan.workload, plan.degrees
-    dtype_bytes = memory.QUANTISED_BYTES.get(workload.quantize, memory.DTYPE_BYTES[workload.dtype])
-    read = model.num_active * dtype_bytes / degrees.tensor / rates.memory_bytes_s
+    read = _moved_bytes(model, workload) / degrees.tensor / rates.memory_bytes_s
     times = calls(model, degrees, StepShare(1))
     base = rates.base.seconds(_base(model, workload, degrees, StepShare(1)) / 2, times.base / 2)  # only for a forward
     return max(read, base)
+
+
+def _moved_bytes(model: Architecture, workload: Workload) -> float:
+    """Bytes of weights that are read and written for a sampled token. A dequantised matrix is written and then read."""
+    dtype_bytes = memory.DTYPE_BYTES[workload.dtype]
+    if (code_bytes := memory.QUANTISED_BYTES.get(workload.quantize)) is None:
+        return model.num_active * dtype_bytes
+    copied_bytes = 0 if workload.quantize == "fp8" else 2 * dtype_bytes
+    num_quantised = sum(linear.num_active_parameters for linear in model.linears)
+    return num_quantised * (code_bytes + copied_bytes) + (model.num_active - num_quantised) * dtype_bytes

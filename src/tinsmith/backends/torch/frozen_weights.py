@@ -166,8 +166,18 @@ class WeightCodes(ABC):
         return matmul(x_nC, weight_OI if back else weight_OI.t(), x_nC.dtype)
 
     def multiply_groups(self, x_NC: Tensor, ends_E: Tensor, *, back: bool = False) -> Tensor:
+        if len(x_NC) < self.shape[0]:  # in decoding: rows read fewer matrices than there are
+            weight_NOI = self._take(find_experts(ends_E, len(x_NC))).weights()
+            return torch.bmm(x_NC[:, None], weight_NOI if back else weight_NOI.mT)[:, 0]
         weight_EOI = self.weights()
         return grouped_mm(x_NC, weight_EOI if back else weight_EOI.mT, offs=ends_E)
+
+    def _take(self, expert_N: Tensor) -> Self:
+        """The matrix of each of these experts, without a read by the host."""
+        part = copy.copy(self)
+        part.codes, part.scales = self.codes.index_select(0, expert_N), self.scales.index_select(0, expert_N)
+        part.shape = len(expert_N), *self.shape[1:]
+        return part
 
 
 def find_experts(ends_E: Tensor, num_rows: int) -> Tensor:
