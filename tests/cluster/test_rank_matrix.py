@@ -159,6 +159,28 @@ def test_experts_over_four_ranks(ranks: Group, tmp_path: Path, name: str, degree
         assert path.read_bytes() == (tmp_path / "one" / path.name).read_bytes(), path.name
 
 
+QUANTISED = {
+    f"{name}-{layout}": (name, degrees)
+    for layout, degrees in SPREAD.items()
+    for name in ("qwen3_moe", "gpt_oss")
+    if not degrees.shard_base and (degrees.tensor == 1 or name != "gpt_oss")  # which has no plan for tensors
+}
+
+
+@pytest.mark.parametrize(("name", "degrees"), QUANTISED.values(), ids=QUANTISED)
+def test_codes_of_a_mixture_over_four_ranks(ranks: Group, tmp_path: Path, name: str, degrees: Degrees) -> None:
+    """With experts whose matrices are stored by outputs and by inputs, biases, and recomputed activations."""
+    pytest.importorskip("bitsandbytes")
+    shape = families.make(tmp_path, next(family for family in FAMILIES if family.model_type == name))
+    single = TorchBackend(shape, device="cpu", max_tokens_per_microbatch=64, quantize="int8")
+    ranked.create(single)
+    sharded = ranked.load(shape, ranks, degrees, quantize="int8", recompute="on", offload="on")
+    ranked.train_both(single, sharded, 2)
+    sharded.sleep()
+    sharded.wake_up()
+    ranked.sample_both(single, sharded)
+
+
 @pytest.mark.parametrize("degrees", [FOUR["pp4"], FOUR["pp2-tp2"]], ids=["pp4", "pp2-tp2"])
 def test_a_checkpoint_of_stages_has_the_same_bytes(
     ranks: Group, deep: ModelShape, tmp_path: Path, degrees: Degrees
