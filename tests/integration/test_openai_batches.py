@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import time
@@ -22,6 +23,7 @@ from tinsmith.batch.openai.reconciler import Reconciler, round_robin
 from tinsmith.batch.openai.requests import RequestsCheck, check_file
 from tinsmith.batch.openai.rows import Batch
 from tinsmith.db.factory import open_database
+from tinsmith.db.schema import OPENAI_BATCHES
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MODEL = "tinsmith/nano"
@@ -217,13 +219,16 @@ def test_any_tenant_has_batches_and_expired_ones_keep_their_results(tmp_path: Pa
     database = open_database(database_url(data_dir) or f"sqlite:///{data_dir / 'tinsmith.db'}")
     database.migrate()
     alice, bob = (Keys(database).create(name)[1] for name in ("alice", "bob"))
-    database.close()
-    with serving(data_dir, "--backend", "fake", settings={"OPENAI_BATCH_WINDOW_S": "6"}) as server:
+    settings = {"OPENAI_BATCH_WINDOW_S": "600"}
+    with contextlib.closing(database), serving(data_dir, "--backend", "fake", settings=settings) as server:
         with client_of(server.url, alice) as client, client_of(server.url, bob) as other:
             batch = submit(client, [chat(str(index)) for index in range(5000)])
-            assert batch.expires_at == batch.created_at + 6
+            assert batch.expires_at == batch.created_at + 600
             with pytest.raises(openai.NotFoundError):
                 other.batches.cancel(batch.id)
+            wait_for_some(client, batch.id)
+            with database.write() as connection:  # the window ends now
+                connection.execute(OPENAI_BATCHES.update().values(expires_at=int(time.time())))
             final = wait(client, batch.id)
             assert (final.status, final.cancelled_at) == ("expired", None)
             assert final.expired_at and final.expires_at and final.expired_at >= final.expires_at
