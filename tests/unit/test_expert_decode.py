@@ -54,7 +54,7 @@ def build_experts(kind: str, monkeypatch: pytest.MonkeyPatch, quantize: str = "o
         monkeypatch.setattr(f"unit.test_experts.{name}", value)
     _, module = make_experts(kind, DTYPE)
     quantise = choose_quantiser(quantize, torch.device(WHERE))
-    codes = None if quantise is None else quantise_experts(module.to(WHERE), quantise)
+    codes = () if quantise is None else quantise_experts(module.to(WHERE), quantise)
     return MultiLoRAExperts("mlp.experts", module.to(WHERE), ForwardContext(), codes)
 
 

@@ -14,6 +14,7 @@ from support import families, tiny_models
 from support.local_sampling import finish, make_prompt, make_sample
 from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
+from tinsmith.backends.torch.frozen_weights import Quantise
 from tinsmith.backends.torch.quantization import choose_quantiser
 from tinsmith.errors import SettingsError
 from tinsmith.types import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult
@@ -47,6 +48,12 @@ def backend_of(shape: ModelShape, **options: str) -> TorchBackend:
         b_Or.normal_(0, 0.02, generator=generator)
     backend._models["m"].adapter.refresh()
     return backend
+
+
+def quantiser_of(kind: str) -> Quantise:
+    quantise = choose_quantiser(kind, torch.device("cpu"))
+    assert quantise is not None
+    return quantise
 
 
 def make_dequantised_model(shape: ModelShape, backend: TorchBackend, directory: Path) -> ModelShape:
@@ -158,8 +165,7 @@ def test_a_dense_model_is_compared_in_every_row(shape: ModelShape) -> None:
 @pytest.mark.parametrize("kind", ["int8", "nf4", "fp8"])
 def test_one_experts_matrix_is_that_of_the_stack(kind: str) -> None:
     weight_EOI = torch.randn(3, 5, 7, generator=torch.Generator().manual_seed(0))  # not whole blocks of nf4
-    quantise = choose_quantiser(kind, torch.device("cpu"))
-    assert quantise is not None
+    quantise = quantiser_of(kind)
     codes = quantise(weight_EOI)
     assert torch.equal(torch.stack([codes.weight(index) for index in range(3)]), codes.weights())
     for index in range(3):
@@ -173,8 +179,7 @@ def test_one_experts_matrix_is_that_of_the_stack(kind: str) -> None:
 def test_few_rows_dequantise_the_matrices_that_they_meet_alone(
     kind: str, back: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quantise = choose_quantiser(kind, torch.device("cpu"))
-    assert quantise is not None
+    quantise = quantiser_of(kind)
     codes = quantise(torch.randn(6, 20, 28, generator=torch.Generator().manual_seed(0)))
     ends_E = torch.tensor([0, 1, 1, 1, 3, 4], dtype=torch.int32)
     x_NC = torch.randn(4, 20 if back else 28, generator=torch.Generator().manual_seed(1))
@@ -192,8 +197,7 @@ def test_few_rows_dequantise_the_matrices_that_they_meet_alone(
 @pytest.mark.parametrize("kind", ["int8", "nf4", "fp8"])
 def test_a_part_of_the_codes_stands_for_the_same_numbers(kind: str) -> None:
     """Through every cut that ranks make, and a cut of a cut."""
-    quantise = choose_quantiser(kind, torch.device("cpu"))
-    assert quantise is not None
+    quantise = quantiser_of(kind)
     codes = quantise(torch.randn(4, 12, 256, generator=torch.Generator().manual_seed(0)))
     half, quarter = slice(128, 256), slice(64, 128)
     for cut in (

@@ -272,13 +272,12 @@ def find_problem(
 
 def _find_block_problem(model: Architecture, tensor: int) -> str | None:
     for linear in model.linears:
-        if linear.split_dim and linear.copies == 1:
-            inputs = linear.inputs / (tensor if linear.split_dim == "inputs" else 1)
-            if inputs % memory.NF4_BLOCK:
-                return (
-                    f"tensor parallel {tensor}: nf4 has a scale for {memory.NF4_BLOCK} inputs, and a part of "
-                    f"{linear.name} would have {inputs:g}"
-                )
+        num_parts = tensor if linear.split_dim == "inputs" else 1
+        if linear.split_dim and linear.copies == 1 and linear.inputs % (num_parts * memory.NF4_BLOCK):
+            return (
+                f"tensor parallel {tensor}: nf4 has a scale for {memory.NF4_BLOCK} inputs, and a part of "
+                f"{linear.name} would have {linear.inputs / num_parts:g}"
+            )
     return None
 
 

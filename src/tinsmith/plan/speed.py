@@ -327,13 +327,13 @@ def token_s(plan: Plan, source: Device | Rates) -> float:
     """
     rates = source.rates(plan) if isinstance(source, Device) else source
     model, workload, degrees = plan.model, plan.workload, plan.degrees
-    read = _moved_bytes(model, workload) / degrees.tensor / rates.memory_bytes_s
+    read = _count_moved_bytes(model, workload) / degrees.tensor / rates.memory_bytes_s
     times = calls(model, degrees, StepShare(1))
     base = rates.base.seconds(_base(model, workload, degrees, StepShare(1)) / 2, times.base / 2)  # only for a forward
     return max(read, base)
 
 
-def _moved_bytes(model: Architecture, workload: Workload) -> float:
+def _count_moved_bytes(model: Architecture, workload: Workload) -> float:
     """Bytes of weights that are read and written for a sampled token. A dequantised matrix is written and then read."""
     dtype_bytes = memory.DTYPE_BYTES[workload.dtype]
     if (code_bytes := memory.QUANTISED_BYTES.get(workload.quantize)) is None:

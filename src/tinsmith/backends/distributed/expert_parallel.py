@@ -32,7 +32,6 @@ from torch.autograd.function import once_differentiable
 from tinsmith.backends.distributed.collectives import Ranks
 from tinsmith.backends.torch.adapters import Adapter, Target
 from tinsmith.backends.torch.expert_pairs import PairOrder
-from tinsmith.backends.torch.frozen_weights import WeightCodes
 from tinsmith.backends.torch.host import read, upload
 from tinsmith.backends.torch.lora import ForwardContext, anchor
 from tinsmith.backends.torch.lora_batch import LoRABatch
@@ -128,10 +127,8 @@ class ShardedExperts(MultiLoRAExperts):
         module = experts.module
         for name, parameter in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(parameter.detach()[self.shard].clone(), requires_grad=False))
-        codes = cast(
-            "tuple[WeightCodes, WeightCodes]", tuple(x.select(experts=self.shard) for x in experts.list_codes())
-        )
-        super().__init__(experts.name, module, context, codes or None)
+        codes = [matrices.select(experts=self.shard) for matrices in experts.list_codes()]
+        super().__init__(experts.name, module, context, codes)
         self._exchange = exchange
 
     @property

@@ -131,9 +131,7 @@ class ShardedBase(BaseModel):
     def num_bytes(self) -> int:
         if self._ranks is not None and not self._ranks.degrees.sharded:
             return super().num_bytes
-        tensors = {id(tensor): tensor for tensor in (*self.model.parameters(), *self.model.buffers())}
-        weights = sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in tensors.values())
-        return weights + self.code_bytes + self.copied_bytes
+        return sum(tensor.nbytes for tensor in self.frozen_tensors()) + self.copied_bytes
 
     def frozen_tensors(self) -> list[Tensor]:
         return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in super().frozen_tensors()]

@@ -62,7 +62,7 @@ def quantise_rows(
 class Fp8Codes(WeightCodes):
     """`codes` [E, O, I] and `scales` [E, O]."""
 
-    rounds_rows = True
+    alignment, rounds_rows = 16, True
 
     def __init__(self, weight_EOI: Tensor, device: torch.device | None = None) -> None:
         device = weight_EOI.device if device is None else device
@@ -76,21 +76,11 @@ class Fp8Codes(WeightCodes):
             self.scales[index].copy_(scale_O1[:, 0])
 
     @property
-    def alignment(self) -> int:
-        return 16
-
-    @property
     def copied_bytes(self) -> int:
         return 1
 
-    def weight(self, index: int) -> Tensor:
-        return (self.codes[index].float() * self.scales[index, :, None]).to(self.dtype)
-
-    def weights(self) -> Tensor:
-        return (self.codes.float() * self.scales[..., None]).to(self.dtype)
-
-    def _cut(self, experts: slice, outputs: slice, inputs: slice) -> tuple[Tensor, Tensor]:
-        return self.codes[experts, outputs, inputs], self.scales[experts, outputs]
+    def _dequantise(self, codes: Tensor, scales: Tensor) -> Tensor:
+        return (codes.float() * scales[..., None]).to(self.dtype)
 
     def multiply(self, x_nC: Tensor, index: int, *, back: bool = False) -> Tensor:
         codes_OI, scale_1O = self.codes[index], self.scales[index : index + 1]

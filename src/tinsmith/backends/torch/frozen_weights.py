@@ -13,6 +13,7 @@ linear; a product has C columns and gives K: I and O, or with `back` O and I.
 from __future__ import annotations
 
 import copy
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import NamedTuple, Protocol, Self
@@ -37,7 +38,7 @@ class ExpertWeights(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the numbers that are multiplied, or that the codes stand for."""
+        """Of the weights, dequantised where they are codes."""
         ...
 
     @property
@@ -103,7 +104,11 @@ class PlainWeights(NamedTuple):
 
 
 class WeightCodes(ABC):
-    """Quantised matrices [E, O, I]: `codes` and `scales`, whose shapes are the format's."""
+    """Quantised matrices [E, O, I]. A format has a code for each weight [E, O, I] and a scale for each output, [E, O]
+    or [E, O, 1], or overrides what depends on these shapes.
+    """
+
+    alignment = 8
 
     rounds_rows = False
     """Whether a product rounds rows to codes, too."""
@@ -122,12 +127,7 @@ class WeightCodes(ABC):
 
     @property
     def num_weights(self) -> int:
-        num_matrices, outputs, inputs = self.shape
-        return num_matrices * outputs * inputs
-
-    @property
-    def alignment(self) -> int:
-        return 8
+        return math.prod(self.shape)
 
     @property
     def copied_bytes(self) -> int:
@@ -138,25 +138,40 @@ class WeightCodes(ABC):
         return [self.codes, self.scales]
 
     @abstractmethod
+    def _dequantise(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """The weights of one matrix or of all, in `dtype`."""
+
     def weight(self, index: int) -> Tensor:
         """[O, I], dequantised."""
+        return self._dequantise(self.codes[index], self.scales[index])
 
-    @abstractmethod
     def weights(self) -> Tensor:
         """[E, O, I], dequantised."""
+        return self._dequantise(self.codes, self.scales)
 
-    @abstractmethod
     def _cut(self, experts: slice, outputs: slice, inputs: slice) -> tuple[Tensor, Tensor]:
-        """Views of the codes and scales of a part. Raises ValueError if it would cut a scale's weights."""
+        """Views of the codes and scales of a part. Raises ValueError if the part would split weights that share a
+        scale.
+        """
+        return self.codes[experts, outputs, inputs], self.scales[experts, outputs]
 
     def select(self, experts: slice = WHOLE, outputs: slice = WHOLE, inputs: slice = WHOLE) -> Self:
-        """A copy of a part, which stands for the same numbers. Raises ValueError if it would cut a scale's weights."""
-        part = copy.copy(self)
+        """A copy of a part, with the same weights as the whole has there. Raises ValueError if the part would split
+        weights that share a scale.
+        """
         codes, scales = self._cut(experts, outputs, inputs)
-        part.codes, part.scales = codes.clone(), scales.clone()
         sizes = [len(range(size)[span]) for size, span in zip(self.shape, (experts, outputs, inputs), strict=True)]
-        part.shape = sizes[0], sizes[1], sizes[2]
-        return part
+        return self._with(codes.clone(), scales.clone(), (sizes[0], sizes[1], sizes[2]))
+
+    def _take(self, expert_N: Tensor) -> Self:
+        """The matrix of each of these experts, without a read by the host."""
+        codes, scales = (tensor.index_select(0, expert_N) for tensor in self.tensors())
+        return self._with(codes, scales, (len(expert_N), *self.shape[1:]))
+
+    def _with(self, codes: Tensor, scales: Tensor, shape: tuple[int, int, int]) -> Self:
+        other = copy.copy(self)
+        other.codes, other.scales, other.shape = codes, scales, shape
+        return other
 
     def move_(self, device: torch.device) -> None:
         self.codes, self.scales = self.codes.to(device), self.scales.to(device)
@@ -166,18 +181,11 @@ class WeightCodes(ABC):
         return matmul(x_nC, weight_OI if back else weight_OI.t(), x_nC.dtype)
 
     def multiply_groups(self, x_NC: Tensor, ends_E: Tensor, *, back: bool = False) -> Tensor:
-        if len(x_NC) < self.shape[0]:  # in decoding: rows read fewer matrices than there are
-            weight_NOI = self._take(find_experts(ends_E, len(x_NC))).weights()
-            return torch.bmm(x_NC[:, None], weight_NOI if back else weight_NOI.mT)[:, 0]
-        weight_EOI = self.weights()
-        return grouped_mm(x_NC, weight_EOI if back else weight_EOI.mT, offs=ends_E)
-
-    def _take(self, expert_N: Tensor) -> Self:
-        """The matrix of each of these experts, without a read by the host."""
-        part = copy.copy(self)
-        part.codes, part.scales = self.codes.index_select(0, expert_N), self.scales.index_select(0, expert_N)
-        part.shape = len(expert_N), *self.shape[1:]
-        return part
+        is_few = len(x_NC) < self.shape[0]  # in decoding: rows read fewer matrices than there are
+        matrices = self._take(find_experts(ends_E, len(x_NC))) if is_few else self
+        weight_EOI = matrices.weights()
+        right_ECK = weight_EOI if back else weight_EOI.mT
+        return torch.bmm(x_NC[:, None], right_ECK)[:, 0] if is_few else grouped_mm(x_NC, right_ECK, offs=ends_E)
 
 
 def find_experts(ends_E: Tensor, num_rows: int) -> Tensor:

@@ -209,14 +209,9 @@ class BaseModel:
         products of codes make.
         """
         stores = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
-                  for tensor in (*self.model.parameters(), *self.model.buffers())}  # fmt: skip
+                  for tensor in self._list_weights()}  # fmt: skip
         packed = 0 if self._fused is None else self._fused.packed_bytes
-        return sum(stores.values()) + self.code_bytes + packed + self.copied_bytes
-
-    @property
-    def code_bytes(self) -> int:
-        """Bytes of the codes and scales of a quantised base."""
-        return sum(tensor.nbytes for codes in self.list_codes() for tensor in codes.tensors())
+        return sum(stores.values()) + packed + self.copied_bytes
 
     @property
     def copied_bytes(self) -> int:
@@ -225,6 +220,9 @@ class BaseModel:
 
     def frozen_tensors(self) -> list[Tensor]:
         """The weights that never change, as they are stored on the device."""
+        return self._list_weights()
+
+    def _list_weights(self) -> list[Tensor]:
         code_tensors = (tensor for codes in self.list_codes() for tensor in codes.tensors())
         return [*self.model.parameters(), *self.model.buffers(), *code_tensors]
 
@@ -506,7 +504,7 @@ def _swap_experts(model: PreTrainedModel, context: ForwardContext, quantise: Qua
     swapped = []
     for name, module in list(model.named_modules()):
         if is_experts(module):
-            codes = None if quantise is None else quantise_experts(module, quantise)
+            codes = () if quantise is None else quantise_experts(module, quantise)
             swapped.append(MultiLoRAExperts(text_name(name), module, context, codes))
             parent_name, _, last = name.rpartition(".")
             setattr(model.get_submodule(parent_name), last, swapped[-1])

@@ -108,6 +108,10 @@ def _is_trained(weight: Tensor | None) -> bool:
     return weight is not None and weight.requires_grad and torch.is_grad_enabled()
 
 
+def _is_frozen(linear: MultiLoRALinear) -> bool:
+    return linear.codes is not None or not _is_trained(linear.weight)
+
+
 class FusedNorm:
     """A norm's forward."""
 
@@ -152,7 +156,7 @@ class FusedMLP:
             gate_up = outer[0](x)
         else:
             return down(load_layer_kernels().apply_gate(*(linear(x) for linear in outer), self._activation))
-        if torch.is_grad_enabled() and type(down) is MultiLoRALinear and not any(map(_is_trained, down.parameters())):
+        if torch.is_grad_enabled() and type(down) is MultiLoRALinear and _is_frozen(down):
             return down.forward_with_gradient(gate_up, down.groups(lora_batch), before=RECOMPUTED[self._activation])
         return down(load_layer_kernels().apply_joined_gate(gate_up, self._activation)).view(*x.shape[:-1], -1)
 

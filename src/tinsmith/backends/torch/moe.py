@@ -64,13 +64,9 @@ class MultiLoRAExperts(nn.Module):
     down_proj_bias: Tensor
 
     def __init__(
-        self,
-        name: str,
-        experts: nn.Module,
-        context: ForwardContext,
-        codes: tuple[WeightCodes, WeightCodes] | None = None,
+        self, name: str, experts: nn.Module, context: ForwardContext, codes: Sequence[WeightCodes] = ()
     ) -> None:
-        """`codes`: what `quantise_experts` made of the experts, or a part."""
+        """`codes`: what `quantise_experts` made of the experts, or a part; empty if they are not quantised."""
         super().__init__()
         if getattr(experts, "has_post_expert_norm", False):
             raise SettingsError(
@@ -106,7 +102,7 @@ class MultiLoRAExperts(nn.Module):
 
     @property
     def is_quantised(self) -> bool:
-        return self._codes is not None
+        return bool(self._codes)
 
     @property
     def module(self) -> nn.Module:
@@ -121,14 +117,14 @@ class MultiLoRAExperts(nn.Module):
     @property
     def outer(self) -> ExpertWeights:
         """Of gate and up, or only up."""
-        return PlainWeights(self.outer_proj, self.transposed) if self._codes is None else self._codes[0]
+        return PlainWeights(self.outer_proj, self.transposed) if not self._codes else self._codes[0]
 
     @property
     def down(self) -> ExpertWeights:
-        return PlainWeights(self.down_proj, self.transposed) if self._codes is None else self._codes[1]
+        return PlainWeights(self.down_proj, self.transposed) if not self._codes else self._codes[1]
 
     def list_codes(self) -> Sequence[WeightCodes]:
-        return self._codes or ()
+        return self._codes
 
     @property
     def copied_bytes(self) -> int:
@@ -177,7 +173,7 @@ class MultiLoRAExperts(nn.Module):
     def forward(self, hidden_TD: Tensor, *choices: Tensor) -> Tensor:
         """[T, D]. `choices`: the experts of each row [T, k], and the router's weights of them."""
         lora_batch = self._context.lora_batch
-        if lora_batch is None and self._codes is None:
+        if lora_batch is None and not self._codes:
             return self.module(hidden_TD, *choices)
         lora_batch = LoRABatch.of_base(len(hidden_TD)) if lora_batch is None else lora_batch
         index_Tk, weights_Tk = choices
@@ -283,12 +279,11 @@ class MultiLoRAExperts(nn.Module):
         return self.dtype == torch.bfloat16 and sizes_fit and ranks_fit and has_grouped_mm(self.down.device)
 
 
-def quantise_experts(experts: nn.Module, quantise: Quantise) -> tuple[WeightCodes, WeightCodes]:
-    """Codes of the matrices of gate and up, and of down, which a model's own module loses."""
+def quantise_experts(experts: nn.Module, quantise: Quantise) -> list[WeightCodes]:
+    """The codes of gate and up, and of down. A model's own module loses these matrices."""
     names = "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
     matrices = [cast(Tensor, experts._parameters.pop(name)).detach() for name in names]
-    outer, down = (quantise(weight_E.mT if experts.is_transposed else weight_E) for weight_E in matrices)
-    return outer, down
+    return [quantise(weight_E.mT if experts.is_transposed else weight_E) for weight_E in matrices]
 
 
 def _choose_gate(experts: nn.Module, has_gate: bool) -> Callable[[Tensor], Tensor]:

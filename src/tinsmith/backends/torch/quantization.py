@@ -41,18 +41,9 @@ class Int8Codes(WeightCodes):
             self.codes[index].copy_(codes_OI)
             self.scales[index].copy_(largest_O[:, None] / 127.0)
 
-    def weight(self, index: int) -> Tensor:
-        return self._dequantise(self.codes[index], self.scales[index])
-
-    def weights(self) -> Tensor:
-        return self._dequantise(self.codes, self.scales)
-
     def _dequantise(self, codes: Tensor, scales: Tensor) -> Tensor:
         # In float32, rounded once, without a copy of that size.
         return torch.mul(codes, scales, out=torch.empty(codes.shape, dtype=self.dtype, device=codes.device))
-
-    def _cut(self, experts: slice, outputs: slice, inputs: slice) -> tuple[Tensor, Tensor]:
-        return self.codes[experts, outputs, inputs], self.scales[experts, outputs]
 
 
 class NF4Codes(WeightCodes):
@@ -74,7 +65,7 @@ class NF4Codes(WeightCodes):
             self._table = state.code  # of the codes' values, 64 bytes
 
     def weight(self, index: int) -> Tensor:
-        return self._dequantise(self.codes[index], self.scales[index])[0]
+        return super().weight(index)[0]
 
     def weights(self) -> Tensor:
         return self._dequantise(self.codes.flatten(0, 1), self.scales.flatten())
