@@ -62,12 +62,12 @@ from tinsmith.store.custom_losses import CustomLosses
 from tinsmith.store.exchanges import Exchanges
 from tinsmith.store.files import Files
 from tinsmith.store.futures import Futures
-from tinsmith.store.kept_samples import KeptSamples
 from tinsmith.store.models import Models
 from tinsmith.store.recorded_sequences import Sequences
 from tinsmith.store.responses import Responses
 from tinsmith.store.sampling_sessions import SamplingSessions
 from tinsmith.store.sessions import Sessions
+from tinsmith.store.stored_samples import StoredSamples
 
 MODEL = "tinsmith/nano"
 TENANT = "local"
@@ -214,7 +214,7 @@ def time_sweeps(database: Database, directory: str) -> list[float]:
         custom_losses=CustomLosses(database),
         sequences=Sequences(database),
         files=Files(database, str(root / "files")),
-        kept_samples=KeptSamples(database),
+        stored_samples=StoredSamples(database),
         responses=Responses(database),
         exchanges=Exchanges(database),
     )

@@ -23,9 +23,9 @@ from tinsmith.cluster.ownership import Ownership
 from tinsmith.db.factory import open_database
 from tinsmith.engine.telemetry import Recorder, Records, SampleRecorder
 from tinsmith.store.futures import Futures, NewFuture, Settlement
-from tinsmith.store.kept_samples import SampleLimits
 from tinsmith.store.models import Models, NewModel
 from tinsmith.store.sampling_sessions import SamplingSession
+from tinsmith.store.stored_samples import SampleLimits
 from tinsmith.types import (
     AdamParams,
     LoraSpec,
@@ -113,7 +113,7 @@ def main() -> None:
         microseconds = {}
         for name, kind, effects in (
             ("optimizer step", "optim_step", record_step),
-            ("kept sample", "sample", record_sample),
+            ("stored sample", "sample", record_sample),
         ):
             microseconds[name] = compare(bench, kind, effects, arguments.rounds)
             without, recorded = microseconds[name]

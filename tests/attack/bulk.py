@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from fault.crash.kept import RestartedServer
+from fault.crash.restarted_server import RestartedServer
 from tinsmith import batch
 from tinsmith.batch.client.http import Client
 from tinsmith.errors import TinsmithError

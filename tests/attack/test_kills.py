@@ -15,8 +15,8 @@ import pytest
 
 from attack.bulk import BulkJobs
 from attack.given import SECONDS, SEED
-from fault.crash.kept import RestartedServer, keep_server_running
 from fault.crash.killing import Killer, adopting, any_kind, find_survivors, processes_below
+from fault.crash.restarted_server import RestartedServer, keep_server_running
 from fault.crash.runs import DEPRECATED, Plan, Record, books, run_all
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(DEPRECATED), pytest.mark.timeout(0)]

@@ -24,8 +24,8 @@ from attack.judging import LEAKS, Judge, names_in
 from attack.mutations import Broken, broken
 from attack.sending import Answer, Request, send
 from attack.valid import ENDS, NEVER_200, World, new_world, request_of
-from fault.crash.kept import RestartedServer, keep_server_running
 from fault.crash.killing import processes_below
+from fault.crash.restarted_server import RestartedServer, keep_server_running
 from fault.crash.runs import DEPRECATED, Plan, Record, run_all
 from support.raw_client import resident_bytes
 from tinsmith.auth.keys import Keys

@@ -198,13 +198,13 @@ const changed = {
   "empty": (value) => (Array.isArray(value) ? [] : value),
 }["%s"];
 // A row is a tenant's own: its null is shown as it is.
-const kept = new Set(
-  ["row", "job_id", "key_id", "kept", "cursor", "limit", "offset", "total_count", "step_token_budget"],
+const fixedNames = new Set(
+  ["row", "job_id", "key_id", "cursor", "limit", "offset", "total_count", "step_token_budget"],
 );
 const spoil = (value) => {
   if (Array.isArray(value)) return value.map(spoil);
   if (value === null || typeof value !== "object") return value;
-  const spoiled = ([name, one]) => [name, kept.has(name) ? one : changed(spoil(one))];
+  const spoiled = ([name, one]) => [name, fixedNames.has(name) ? one : changed(spoil(one))];
   return Object.fromEntries(Object.entries(value).map(spoiled));
 };
 const asked = window.fetch;

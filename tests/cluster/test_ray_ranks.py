@@ -98,8 +98,8 @@ def test_the_node_of_a_rank_is_lost_and_the_run_continues(tmp_path: Path) -> Non
         command(directory, "up", "--ray", nodes.address, "--engines", "1", "--machines", "2", "--engine-cpus", "1")
         undisturbed = train(service)
         (first,) = ranks_of(directory)
-        kept_node, lost_node = node_of(nodes, 0), node_of(nodes, 1)
-        assert kept_node.node_id != lost_node.node_id
+        surviving_node, lost_node = node_of(nodes, 0), node_of(nodes, 1)
+        assert surviving_node.node_id != lost_node.node_id
 
         def lose(step: int) -> None:
             if step == 2:
@@ -108,8 +108,8 @@ def test_the_node_of_a_rank_is_lost_and_the_run_continues(tmp_path: Path) -> Non
 
         disturbed = train(service, lose)
         assert np.abs(np.array(disturbed) - undisturbed).max() < 1e-4 and len(set(undisturbed)) > 6
-        assert node_of(nodes, 0).node_id == kept_node.node_id
-        assert node_of(nodes, 1).node_id not in (kept_node.node_id, lost_node.node_id)
+        assert node_of(nodes, 0).node_id == surviving_node.node_id
+        assert node_of(nodes, 1).node_id not in (surviving_node.node_id, lost_node.node_id)
         assert ranks_of(directory) != [first]
         log = "".join(path.read_text() for path in (directory / "engine-0" / "logs").glob("engine-*.log"))
         assert "a rank of the base model is lost" in log and SECRET not in log + nodes.logs()

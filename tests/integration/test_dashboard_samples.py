@@ -15,12 +15,12 @@ import pytest
 
 from support.http_harness import ALICE, BASE, BOB, Harness
 from tinsmith.db.statements import execute
-from tinsmith.store.kept_samples import KeptSequence, SampleContent, TrainedAnswer, keep_sample, new_sample
+from tinsmith.store.stored_samples import SampleContent, StoredSequence, TrainedAnswer, keep_sample, new_sample
 from tinsmith.types import tokens_digest
 
 
 def test_a_sample_without_a_tokenizer_is_shown_as_ids(harness: Harness) -> None:
-    content = SampleContent([1, 2], 0, {"temperature": 0.5}, [KeptSequence([3], [-0.25], "stop")])
+    content = SampleContent([1, 2], 0, {"temperature": 0.5}, [StoredSequence([3], [-0.25], "stop")])
     with harness.services.models._db.write() as connection:
         for statement in keep_sample(new_sample("s:sample:0:0", "alice", "s", BASE, None), content):
             execute(connection, statement)
@@ -49,7 +49,7 @@ def keep_group(
     """Store a sample with these answers; return their digests."""
     digests = [tokens_digest(prompt, answer) for answer in answers]
     sequences = [
-        KeptSequence(answer, [-0.5] * len(answer), stop_reason, digest, len(answer))
+        StoredSequence(answer, [-0.5] * len(answer), stop_reason, digest, len(answer))
         for answer, digest in zip(answers, digests, strict=True)
     ]
     sample = new_sample(request_id, "alice", session, BASE, weights, run)
@@ -79,8 +79,8 @@ def test_answers_to_one_prompt_are_a_group_with_what_became_of_them(harness: Har
     for _ in range(2):
         assert harness.ok("dashboard/samples/rewards", body) == {"updated": 4}
     logprobs = np.array([-0.25, -0.75], np.float32)
-    harness.services.kept_samples.note_training([TrainedAnswer("alice", second, "r:train:0", 7, 0.5, logprobs)])
-    harness.services.kept_samples.note_training([TrainedAnswer("alice", second, "r:train:0", 8, 0.1, logprobs)])
+    harness.services.stored_samples.note_training([TrainedAnswer("alice", second, "r:train:0", 7, 0.5, logprobs)])
+    harness.services.stored_samples.note_training([TrainedAnswer("alice", second, "r:train:0", 8, 0.1, logprobs)])
     assert read_groups(harness) == [["c/0"], ["a/0", "a/1", "b/0"]]
     assert read_groups(harness, "?sort=spread") == [["a/0", "a/1", "b/0"], ["c/0"]]
     assert read_groups(harness, "?sort=reward&order=asc&limit=1") == [["a/0", "a/1", "b/0"]]
@@ -107,11 +107,11 @@ def test_rewards_that_are_none_are_refused(harness: Harness, body: object) -> No
 
 
 def test_old_samples_are_deleted_with_the_notes_of_their_answers(harness: Harness) -> None:
-    kept_samples = harness.services.kept_samples
+    stored_samples = harness.services.stored_samples
     keep_group(harness, "new1", [1], [[3]])
-    assert len(kept_samples.notes("alice", ["new1"])) == 1
-    kept_samples.sweep(1e12)
-    assert kept_samples.notes("alice", ["new1"]) == {}
+    assert len(stored_samples.notes("alice", ["new1"])) == 1
+    stored_samples.sweep(1e12)
+    assert stored_samples.notes("alice", ["new1"]) == {}
 
 
 def read_first_group(harness: Harness, query: str) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def test_divergence_is_that_of_plain_numbers(harness: Harness) -> None:
     digests = keep_group(harness, "a", [1], [[3, 4, 5], [6, 7], [8]])
     training = [np.array([-0.25, -0.75, -0.5], np.float32), np.array([-9, -0.125], np.float32)]
     advantages = np.array([1, 0, 3], np.float32)
-    store = harness.services.kept_samples
+    store = harness.services.stored_samples
     store.note_training([TrainedAnswer("alice", digests[0], "s:train:0", 3, 0.5, training[0], advantages)])
     store.note_training([TrainedAnswer("alice", digests[1], "s:train:0", 4, -0.5, training[1][1:])])
 
@@ -180,7 +180,7 @@ def test_samples_of_a_run_are_exported_as_json_lines_and_as_parquet(harness: Har
     digests = keep_group(harness, "a", [1, 2], [[3, 4], [5]], run=model_id)
     keep_group(harness, "b", [1, 2], [[6]], run=model_id)
     keep_group(harness, "c", [1, 2], [[6]], run="other", weights="other/sampler/1")
-    store = harness.services.kept_samples
+    store = harness.services.stored_samples
     store.set_rewards("alice", {digests[0]: 0.25})
     advantages = np.array([0.5, 1.5], np.float32)
     store.note_training([TrainedAnswer("alice", digests[0], model_id, 7, 1.0, -advantages, advantages)])

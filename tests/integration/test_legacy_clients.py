@@ -328,8 +328,8 @@ def test_only_results_of_closed_sessions_are_cleaned_up(harness: Harness) -> Non
         harness.services.sessions.close(session_id, "gone")
     assert harness.ok("cleanup_futures", {"max_age_hours": 24})["futures_cleaned"] == 0
     assert harness.ok("cleanup_futures", {"max_age_hours": 0})["futures_cleaned"] == 1
-    kept_ids = {f"{session_id}:train:0:0" for session_id in (open_session, fresh)}
-    assert all(harness.services.futures.outcome("alice", request_id) for request_id in kept_ids)
+    remaining_ids = {f"{session_id}:train:0:0" for session_id in (open_session, fresh)}
+    assert all(harness.services.futures.outcome("alice", request_id) for request_id in remaining_ids)
     assert harness.services.futures.outcome("bob", f"{foreign}:train:0:0")
     assert harness.post("cleanup_futures", {"max_age_hours": -1}).status_code == 400
 

@@ -275,7 +275,7 @@ def let_pass(harness: Harness, seconds: float) -> None:
         connection.execute(SESSIONS.update().values(closed_at=SESSIONS.c.closed_at - seconds))
         connection.execute(RESPONSES_TABLE.update().values(created_at=RESPONSES_TABLE.c.created_at - seconds))
     server_sessions = harness.services.implicit_sessions._server_sessions
-    server_sessions._kept_at = {name: at - seconds for name, at in server_sessions._kept_at.items()}
+    server_sessions._heartbeat_times = {name: at - seconds for name, at in server_sessions._heartbeat_times.items()}
 
 
 def is_open(harness: Harness, request_id: str) -> bool:

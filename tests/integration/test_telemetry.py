@@ -18,7 +18,7 @@ from tinker.types import LossFnType
 from support.engine_bench import BASE, Bench
 from support.live import API_KEY, LiveServer
 from tinsmith.db.database import now
-from tinsmith.db.schema import KEPT_SAMPLES
+from tinsmith.db.schema import STORED_SAMPLES
 from tinsmith.db.statements import execute
 from tinsmith.engine import telemetry
 from tinsmith.engine.scheduler import Step
@@ -27,9 +27,9 @@ from tinsmith.engine.telemetry import BURST_OF_SAMPLES, FULL_BURST_AFTER_S, Reco
 from tinsmith.losses import LOSSES, token_weight
 from tinsmith.losses.divergence import measure_divergence, summarize_divergence
 from tinsmith.store.curves import Curves, Point
-from tinsmith.store.kept_samples import KeptSamples, SampleLimits
 from tinsmith.store.recent_steps import RecentSteps
 from tinsmith.store.sampling_sessions import SamplingSession
+from tinsmith.store.stored_samples import SampleLimits, StoredSamples
 from tinsmith.types import (
     AdamParams,
     Array,
@@ -340,8 +340,8 @@ def test_records_that_cannot_be_had_fail_nothing(bench: Bench) -> None:
 
 def test_a_long_run_keeps_a_bounded_number_of_points(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(telemetry, "MAX_POINTS", 20)
-    monkeypatch.setattr(telemetry, "KEPT_POINTS", 10)
-    monkeypatch.setattr("tinsmith.store.curves.KEPT_POINTS", 10)
+    monkeypatch.setattr(telemetry, "THINNED_POINTS", 10)
+    monkeypatch.setattr("tinsmith.store.curves.THINNED_POINTS", 10)
     recorder = Recorder(BASE, Records(bench.db, SampleLimits(1, 1)))
     max_points = 0
     for seq_id in range(1, 101):
@@ -353,10 +353,10 @@ def test_a_long_run_keeps_a_bounded_number_of_points(bench: Bench, monkeypatch: 
             ):
                 execute(connection, statement)
         max_points = max(max_points, len(points(bench)))
-    kept_points = points(bench)
+    thinned_points = points(bench)
     assert max_points <= 21
-    assert all(point.metrics["loss:sum"] == point.step and point.metrics["norm"] is None for point in kept_points)
-    steps = [point.step for point in kept_points]
+    assert all(point.metrics["loss:sum"] == point.step and point.metrics["norm"] is None for point in thinned_points)
+    steps = [point.step for point in thinned_points]
     assert steps[-1] == 100 and steps[0] <= 10
     assert max(after - before for before, after in itertools.pairwise(steps)) <= 20
 
@@ -393,12 +393,12 @@ def test_samples_are_kept_with_prompts_and_answers(bench: Bench) -> None:
     for seq_id in range(5):
         bench.sample(sampler, seq_id)
     bench.run_until_idle()
-    kept_samples = KeptSamples(bench.db)
-    page, total = kept_samples.page("alice", 10, 0)
-    assert [kept_sample.request_id for kept_sample, _ in page] == [
+    stored_samples = StoredSamples(bench.db)
+    page, total = stored_samples.page("alice", 10, 0)
+    assert [stored_sample.request_id for stored_sample, _ in page] == [
         f"{sampler}:{seq_id}" for seq_id in (4, 3, 0)
     ] and total == 3, "the newest two, and of the older ones one of each weights"
-    sample, content = kept_samples.get("alice", f"{sampler}:4")
+    sample, content = stored_samples.get("alice", f"{sampler}:4")
     assert (sample.weights, sample.base_model, sample.prompt_tokens, sample.num_sequences) == (sampler, BASE, 2, 1)
     assert list(content.prompt) == [1, 2] and content.params["max_tokens"] == 3
     (sequence,) = content.sequences
@@ -484,9 +484,9 @@ def test_long_prompts_and_answers_are_cut(bench: Bench) -> None:
     with bench.db.write() as connection:
         for statement in keeper.record(recording, SampleResult("r", (sequence,) * 20)):
             execute(connection, statement)
-        size = connection.scalar(KEPT_SAMPLES.select().with_only_columns(KEPT_SAMPLES.c.content))
+        size = connection.scalar(STORED_SAMPLES.select().with_only_columns(STORED_SAMPLES.c.content))
     assert size is not None and len(size) < 200_000
-    sample, content = KeptSamples(bench.db).get("alice", "None:1")
+    sample, content = StoredSamples(bench.db).get("alice", "None:1")
     assert (sample.prompt_tokens, sample.sampled_tokens, sample.num_sequences) == (10_000, 100_000, 20)
     assert content.prompt_cut == 10_000 - len(content.prompt) and content.prompt[-1] == 9999
     assert len(content.sequences) == 16 and len(content.sequences[0].tokens) == 2048

@@ -24,9 +24,9 @@ from tinsmith.storage.directories import Directories
 from tinsmith.store.checkpoints import Checkpoints
 from tinsmith.store.custom_losses import CustomLosses
 from tinsmith.store.futures import FutureOutcome, Futures, NewFuture
-from tinsmith.store.kept_samples import SampleLimits
 from tinsmith.store.models import Models, NewModel
 from tinsmith.store.sampling_sessions import SamplingSessions
+from tinsmith.store.stored_samples import SampleLimits
 from tinsmith.types import LoraSpec, ModelShape, OptimStep, Pass
 from tinsmith.wire import tinker_public_pb2 as pb
 

@@ -18,7 +18,7 @@ from tinsmith.api.request import ANTHROPIC, HUB, OPENAI_PATHS, PREFIX
 from tinsmith.db.statements import execute
 from tinsmith.store.checkpoint_jobs import MERGE, NewCheckpointJob
 from tinsmith.store.checkpoints import parse_path
-from tinsmith.store.kept_samples import KeptSequence, SampleContent, keep_sample, new_sample
+from tinsmith.store.stored_samples import SampleContent, StoredSequence, keep_sample, new_sample
 from tinsmith.types import SampledSequence, SampleResult
 from tinsmith.wire.bodies import PROTO_TYPE
 
@@ -145,7 +145,7 @@ def start_merge(harness: Harness, tenant_id: str, path: str) -> str:
 
 def store_sample(harness: Harness, tenant_id: str, session_id: str, request_id: str) -> None:
     """Store a sample as the engine does."""
-    content = SampleContent([1, 2], 0, {}, [KeptSequence([3], [-0.5], "stop")])
+    content = SampleContent([1, 2], 0, {}, [StoredSequence([3], [-0.5], "stop")])
     with harness.services.models._db.write() as connection:
         for statement in keep_sample(new_sample(request_id, tenant_id, session_id, BASE, None), content):
             execute(connection, statement)

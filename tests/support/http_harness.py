@@ -48,7 +48,6 @@ from tinsmith.store.database_counts import DatabaseCounts
 from tinsmith.store.exchanges import Exchanges
 from tinsmith.store.files import Files
 from tinsmith.store.futures import Futures, Settlement
-from tinsmith.store.kept_samples import KeptSamples
 from tinsmith.store.machine_history import MachineHistory
 from tinsmith.store.models import Models, set_state
 from tinsmith.store.overview import Overview
@@ -58,6 +57,7 @@ from tinsmith.store.responses import Responses
 from tinsmith.store.sampling_sessions import SamplingSessions
 from tinsmith.store.server_sessions import ImplicitSessions, ServerSessions
 from tinsmith.store.sessions import Sessions
+from tinsmith.store.stored_samples import StoredSamples
 from tinsmith.store.usage import Usage
 from tinsmith.telemetry.metrics import ServerMeters
 from tinsmith.telemetry.timeline import Traces
@@ -224,7 +224,7 @@ def make_harness(
         curves=Curves(database),
         recent_steps=RecentSteps(database),
         machine_history=MachineHistory(database),
-        kept_samples=KeptSamples(database),
+        stored_samples=StoredSamples(database),
         overview=Overview(database),
         engines=EngineStatus(lambda base_model: queue.get(base_model, ("active", None)), lambda _base_model: None),
         sample_admission=admission,

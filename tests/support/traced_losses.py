@@ -84,7 +84,7 @@ def grouped(logprobs, groups, weights):
     sums = weights.new_zeros(4).scatter_add(0, groups, logprobs)
     weighted_logprobs = logprobs[weights > 0]
     chosen = logprobs.gather(0, groups)
-    return sums.logsumexp(0) - weighted_logprobs.sum() + chosen.std(), {"custom/kept:sum": (weights > 0).sum()}
+    return sums.logsumexp(0) - weighted_logprobs.sum() + chosen.std(), {"custom/num_weighted:sum": (weights > 0).sum()}
 
 
 def top_k(logprobs, teacher):

@@ -11,7 +11,7 @@ from tinsmith.db.database import Database
 from tinsmith.db.schema import CURVE_POINTS, MODELS
 from tinsmith.db.statements import execute
 from tinsmith.errors import UserError
-from tinsmith.store.curves import KEPT_POINTS, MAX_NAMES, MAX_POINTS, Curves, thin_points
+from tinsmith.store.curves import MAX_NAMES, MAX_POINTS, THINNED_POINTS, Curves, thin_points
 
 RUN, OTHER = "s:train:0", "s:train:1"
 
@@ -77,7 +77,7 @@ def test_points_are_thinned_evenly_and_unchanged(db: Database) -> None:
     assert Curves(db).log(RUN, last, {"a": 1.0}) == last
     metrics_by_step = read_logged_metrics(db)
     steps = sorted(metrics_by_step)
-    assert KEPT_POINTS / 2 < len(steps) <= KEPT_POINTS + 1
+    assert THINNED_POINTS / 2 < len(steps) <= THINNED_POINTS + 1
     assert steps[-1] == last and metrics_by_step[last] == {"a": 1.0}
     assert all(metrics_by_step[step] == {"a": step / 10} for step in steps[:-1])
     gaps = [after - before for before, after in itertools.pairwise(steps)]

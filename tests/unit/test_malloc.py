@@ -22,9 +22,9 @@ def resident():
 blocks = [b"x" * 60_000 for _ in range(2000)]
 last = blocks[-1]  # nothing below it can go by itself
 del blocks
-kept = resident()
+untrimmed_kib = resident()
 assert trim()
-print(kept - resident(), len(last))
+print(untrimmed_kib - resident(), len(last))
 """
 
 

@@ -9,7 +9,7 @@ import pytest
 from support.known_models import PUBLISHED_MODELS
 from tinsmith.backends.torch.backend import FITTING_TOKENS
 from tinsmith.backends.torch.memory import Division, divide
-from tinsmith.backends.torch.recompute import RECOMPUTE_SHARE, bytes_with, count_kept
+from tinsmith.backends.torch.recompute import RECOMPUTE_SHARE, bytes_with, count_saved_layers
 from tinsmith.plan import memory as plan_memory
 from tinsmith.plan.architecture import Architecture
 from tinsmith.plan.memory import RESERVED_BYTES, RESERVED_SHARE
@@ -69,8 +69,8 @@ def test_one_long_sequence_of_a_large_model_keeps_what_fits() -> None:
     model = replace(next(row.model for row in PUBLISHED_MODELS if row.name == "Qwen3-8B"), has_fused_layers=True)
     activations = plan_memory.activations(model, dtype="bfloat16", cuda=True)
     limit = RECOMPUTE_SHARE[True] * 45 * 2**30
-    kept = count_kept(activations, model.layers, 32_768, limit)
-    assert 0 < kept < model.layers
-    needed = [bytes_with(activations, model.layers, 32_768, count) for count in (kept, kept + 1)]
+    num_saved = count_saved_layers(activations, model.layers, 32_768, limit)
+    assert 0 < num_saved < model.layers
+    needed = [bytes_with(activations, model.layers, 32_768, count) for count in (num_saved, num_saved + 1)]
     assert needed[0] <= limit < needed[1]
-    assert count_kept(activations, model.layers, 32_768, 2**30) == 0
+    assert count_saved_layers(activations, model.layers, 32_768, 2**30) == 0

@@ -63,11 +63,11 @@ def test_a_stage_keeps_at_most_as_many_micro_batches_as_follow(stages: int, micr
     order = build_ticks(stages, micro_batches)
     assert len(order[0]) == (2 * (micro_batches + stages - 1) if micro_batches else 0)
     for stage, actions in enumerate(order):
-        num_kept = max_kept = 0
+        num_in_flight = max_in_flight = 0
         for action in filter(None, actions):
-            num_kept += 1 if action.is_forward else -1
-            max_kept = max(max_kept, num_kept)
-        assert num_kept == 0 and max_kept == min(stages - stage, micro_batches)
+            num_in_flight += 1 if action.is_forward else -1
+            max_in_flight = max(max_in_flight, num_in_flight)
+        assert num_in_flight == 0 and max_in_flight == min(stages - stage, micro_batches)
 
 
 class Call(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tinsmith.db.database import Database
-from tinsmith.store.recent_steps import KEPT_STEPS, RecentStep, RecentSteps
+from tinsmith.store.recent_steps import MAX_RECENT_STEPS, RecentStep, RecentSteps
 
 RUN = "s:train:0"
 
@@ -15,11 +15,11 @@ def step(index: int) -> RecentStep:
 def test_the_last_steps_of_a_base_model_are_kept(db: Database) -> None:
     steps = RecentSteps(db)
     steps.add("other", [step(1)])
-    steps.add("base", [step(index) for index in range(KEPT_STEPS)])
-    steps.add("base", [step(index) for index in range(KEPT_STEPS, KEPT_STEPS + 3)])
-    recent_steps = [recent for _, recent in steps.newest("base", 10 * KEPT_STEPS)]
-    assert [recent.num_tokens for recent in recent_steps] == list(range(KEPT_STEPS + 2, 2, -1))
-    assert recent_steps[0] == step(KEPT_STEPS + 2)
+    steps.add("base", [step(index) for index in range(MAX_RECENT_STEPS)])
+    steps.add("base", [step(index) for index in range(MAX_RECENT_STEPS, MAX_RECENT_STEPS + 3)])
+    recent_steps = [recent for _, recent in steps.newest("base", 10 * MAX_RECENT_STEPS)]
+    assert [recent.num_tokens for recent in recent_steps] == list(range(MAX_RECENT_STEPS + 2, 2, -1))
+    assert recent_steps[0] == step(MAX_RECENT_STEPS + 2)
     assert len(steps.newest("other")) == 1
 
 

@@ -55,14 +55,14 @@ def test_doctor_names_a_release_that_was_not_tested(monkeypatch: pytest.MonkeyPa
     }
     monkeypatch.setattr(versions, "version", releases.__getitem__)
     findings = doctor.examine(Settings(data_dir=tmp_path, port=0))
-    details = {finding.what: finding.detail for finding in findings}
+    details = {finding.subject: finding.detail for finding in findings}
     assert details["not tested"] == f"transformers 5.99.0; tested are {TRANSFORMERS}"
     assert details["tested releases"] == "torch 2.13.0, uvicorn 0.40.0, starlette 1.0, tinker 0.38.0"
 
 
 def test_doctor_finds_nothing_untested_here(tmp_path: Path) -> None:
     findings = doctor.examine(Settings(data_dir=tmp_path, port=0))
-    assert "not tested" not in {finding.what for finding in findings}
+    assert "not tested" not in {finding.subject for finding in findings}
 
 
 def test_relative_links_of_the_readme_become_absolute(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from tinsmith.cli import main as cli
 from tinsmith.errors import SettingsError
 from tinsmith.plan import versions
-from tinsmith.settings import Settings, load
+from tinsmith.settings import FORMER_NAMES, Settings, load
 from tinsmith.settings.environment import CACHED_MATMULS, engine_environment
 
 
@@ -19,6 +19,23 @@ def test_a_flag_wins_over_the_environment_and_that_over_the_default(monkeypatch:
     monkeypatch.setenv("TINSMITH_PORT", "9000")
     assert load({}).port == 9000
     assert load({"port": 9001}).port == 9001
+
+
+@pytest.mark.parametrize(("former", "name"), list(FORMER_NAMES.items()))
+def test_a_setting_is_read_by_its_former_name_unless_the_new_one_is_set(
+    monkeypatch: pytest.MonkeyPatch, former: str, name: str
+) -> None:
+    monkeypatch.setenv(f"TINSMITH_{former.upper()}", "11")
+    assert getattr(load({}), name) == 11
+    assert getattr(parse_serve_settings(monkeypatch), name) == 11
+    assert getattr(parse_serve_settings(monkeypatch, "--backend-options", f'{{"{former}": 12}}'), name) == 12
+    assert getattr(load({name: 13}), name) == 13
+    monkeypatch.setenv(f"TINSMITH_{name.upper()}", "14")
+    assert getattr(load({}), name) == 14
+    monkeypatch.delenv(f"TINSMITH_{name.upper()}")
+    monkeypatch.setenv(f"TINSMITH_{former.upper()}", "-1")
+    with pytest.raises(SettingsError, match=f"^{name} is '-1'"):
+        load({})
 
 
 def test_an_unknown_variable_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -367,9 +367,9 @@ def test_a_kept_gradient_does_not_retain_other_models_memory(qwen: ModelShape) -
     before_P = shared[0].clone()
     backend.optim_step([OptimStep("o", "steps", AdamParams(1e-3))])
     run(backend, fb("later", data["later"]))
-    kept_P = backend._models["stays"].gradient_P
-    assert kept_P is not None and torch.equal(kept_P, before_P)
-    assert kept_P.untyped_storage().nbytes() == kept_P.nbytes
+    remaining_P = backend._models["stays"].gradient_P
+    assert remaining_P is not None and torch.equal(remaining_P, before_P)
+    assert remaining_P.untyped_storage().nbytes() == remaining_P.nbytes
     run(backend, fb("stays", data["stays"]))
     summed_P = backend._models["stays"].gradient_P
     assert summed_P is not None and relative(summed_P, 2 * before_P.double()) < 1e-5
@@ -687,14 +687,16 @@ def test_as_many_layers_are_recomputed_as_must_be_with_the_gradients_of_float64(
     assert activations is not None and recompute.num_layers == 4
     # Logits of a tiny model are larger than its layers.
     activations = recompute.activations = replace(activations, logits_bytes=0.0)
-    for kept, whole in ((0, True), (4, False)):
-        assert bytes_with(activations, 4, 49, kept) == pytest.approx(activations.num_bytes(49, recompute=whole), abs=1)
+    for num_saved, whole in ((0, True), (4, False)):
+        assert bytes_with(activations, 4, 49, num_saved) == pytest.approx(
+            activations.num_bytes(49, recompute=whole), abs=1
+        )
     gradients = []
-    for kept in (0, 1, 2, 4):  # all take less than three, beside one that is computed again
-        free[0] = (1 + bytes_with(activations, 4, 49, kept)) / RECOMPUTE_SHARE[False]
+    for num_saved in (0, 1, 2, 4):  # all take less than three, beside one that is computed again
+        free[0] = (1 + bytes_with(activations, 4, 49, num_saved)) / RECOMPUTE_SHARE[False]
         backend._models["m"].gradient_P, calls[0] = None, 0
         run(backend, fb("m", data))
-        assert calls[0] == 4 + (4 - kept), "the layers that run again"
+        assert calls[0] == 4 + (4 - num_saved), "the layers that run again"
         gradients.append(backend._models["m"].gradient_P)
     assert all(other is not None and torch.equal(gradients[0], other) for other in gradients[1:])
     backend._models["m"].gradient_P = None

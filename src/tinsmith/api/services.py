@@ -35,7 +35,6 @@ from tinsmith.store.custom_losses import CustomLosses
 from tinsmith.store.exchanges import Exchanges
 from tinsmith.store.files import Files
 from tinsmith.store.futures import Futures
-from tinsmith.store.kept_samples import KeptSamples
 from tinsmith.store.machine_history import MachineHistory
 from tinsmith.store.models import Models
 from tinsmith.store.overview import Overview
@@ -45,6 +44,7 @@ from tinsmith.store.responses import Responses
 from tinsmith.store.sampling_sessions import SamplingSessions
 from tinsmith.store.server_sessions import ImplicitSessions
 from tinsmith.store.sessions import Sessions
+from tinsmith.store.stored_samples import StoredSamples
 from tinsmith.store.usage import Usage
 from tinsmith.telemetry.metrics import ServerMeters
 from tinsmith.telemetry.timeline import Traces
@@ -110,7 +110,7 @@ class Services:
     machine_history: MachineHistory
     responses: Responses
     exchanges: Exchanges
-    kept_samples: KeptSamples
+    stored_samples: StoredSamples
     overview: Overview
     engines: EngineStatus
     sample_admission: SampleAdmission

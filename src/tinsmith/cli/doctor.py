@@ -46,7 +46,7 @@ TESTED_OF_SERVER = (
 @dataclass(frozen=True, slots=True)
 class Finding:
     good: bool
-    what: str
+    subject: str
     detail: str
 
 

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast, get_args, get_origin
@@ -39,7 +38,7 @@ from tinsmith.cli.remote import AsJson, json_object, plain_table, print_json
 from tinsmith.errors import SettingsError
 from tinsmith.plan.versions import INSTALL_ENGINE, find_cuda_obstacle, list_missing_packages
 from tinsmith.runtime.malloc import importing
-from tinsmith.settings import Settings, load
+from tinsmith.settings import FORMER_NAMES, Settings, load
 from tinsmith.settings.environment import client_address
 
 if TYPE_CHECKING:
@@ -149,7 +148,8 @@ def serve(
 
 def _json_settings(text: str) -> dict[str, object]:
     """Parse --backend-options. Raises SettingsError unless the text is a JSON object of settings."""
-    settings = json_object("--backend-options", text, "a JSON object of settings")
+    options = json_object("--backend-options", text, "a JSON object of settings")
+    settings = {FORMER_NAMES.get(name, name): value for name, value in options.items()}
     if unknown := sorted(settings.keys() - Settings.model_fields.keys()):
         raise SettingsError(f"--backend-options names {unknown[0]!r}, which is not a setting; see docs/settings.md")
     return settings
@@ -245,11 +245,11 @@ def doctor(  # noqa: PLR0913 - one parameter a flag
 
     findings = examine(load(flags))
     if as_json:
-        print_json([asdict(finding) for finding in findings])
+        print_json([{"good": row.good, "what": row.subject, "detail": row.detail} for row in findings])
         raise typer.Exit(0 if all(finding.good for finding in findings) else 1)
     table = plain_table("", "what", "finding")
     for finding in findings:
-        table.add_row("[green]ok[/]" if finding.good else "[red]no[/]", finding.what, escape(finding.detail))
+        table.add_row("[green]ok[/]" if finding.good else "[red]no[/]", finding.subject, escape(finding.detail))
     output.print(table)
     if not all(finding.good for finding in findings):
         raise typer.Exit(1)

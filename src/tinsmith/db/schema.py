@@ -435,7 +435,9 @@ MACHINE_HISTORY = sa.Table(
     sa.Column("tenants", sa.JSON, nullable=False),  # tenant_id -> [trained tokens, sampled tokens]
 )
 
-KEPT_SAMPLES = sa.Table(
+# The tables of samples and answers keep the names of the first release, whose processes use them during an upgrade.
+
+STORED_SAMPLES = sa.Table(
     "kept_samples",
     METADATA,
     _serial("position"),
@@ -459,12 +461,12 @@ KEPT_SAMPLES = sa.Table(
     sqlite_autoincrement=True,
 )
 
-KEPT_ANSWERS = sa.Table(
+STORED_ANSWERS = sa.Table(
     "kept_answers",
     METADATA,
     _serial("position"),
     sa.Column("tenant_id", sa.String(64), nullable=False),
-    sa.Column("request_id", sa.String(192), nullable=False),  # of the kept sample
+    sa.Column("request_id", sa.String(192), nullable=False),  # of the stored sample
     sa.Column("number", sa.Integer, nullable=False),  # among the sample's sequences
     sa.Column("digest", sa.String(32), nullable=False),  # of all tokens, prompt and answer
     sa.Column("num_tokens", sa.Integer, nullable=False),  # of the answer, before it was cut

@@ -103,9 +103,9 @@ from tinsmith.storage.directories import claim
 from tinsmith.store.checkpoints import Checkpoints
 from tinsmith.store.custom_losses import CustomLosses
 from tinsmith.store.futures import Futures
-from tinsmith.store.kept_samples import SampleLimits
 from tinsmith.store.models import Models
 from tinsmith.store.sampling_sessions import SamplingSessions
+from tinsmith.store.stored_samples import SampleLimits
 from tinsmith.telemetry.logs import configure_logs
 from tinsmith.telemetry.tracing import Tracing, open_tracing
 from tinsmith.types import ModelShape
@@ -527,7 +527,7 @@ def open_stores(database: Database, settings: Settings, ownership: Ownership, tr
         snapshots=open_directories(settings, "snapshots"),
         custom_losses=CustomLosses(database),
         ownership=ownership,
-        records=Records(database, SampleLimits(settings.kept_samples_of_run, settings.kept_samples)),
+        records=Records(database, SampleLimits(settings.stored_samples_of_run, settings.stored_samples)),
         profiles=Profiles(database),
         tracing=tracing or Tracing(),
     )

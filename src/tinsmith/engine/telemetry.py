@@ -1,4 +1,4 @@
-"""The engine's telemetry: curves of runs, recent steps, kept samples; the times of requests; and its metrics.
+"""The engine's telemetry: curves of runs, recent steps, stored samples; the times of requests; and its metrics.
 
 `Recorder` gathers the metrics of passes in memory until the optimizer step that uses them, and writes them in the
 transaction that settles that step: one more row, no extra transaction. So the first point after an engine's death
@@ -35,28 +35,28 @@ from tinsmith.engine.scheduler import PASS_KINDS, Step
 from tinsmith.losses import floats, loss_registry, token_weight
 from tinsmith.losses.divergence import SUMMARIZED, summarize_divergence
 from tinsmith.samplers import CacheUse
-from tinsmith.store.curves import KEPT_POINTS, MAX_NAMES, MAX_POINTS, SERVER, Curves, thin_points
+from tinsmith.store.curves import MAX_NAMES, MAX_POINTS, SERVER, THINNED_POINTS, Curves, thin_points
 from tinsmith.store.futures import SampleCost, Settlement, WorkTimes
-from tinsmith.store.kept_samples import (
+from tinsmith.store.recent_steps import MAX_RECENT_STEPS, RecentStep, RecentSteps
+from tinsmith.store.sampling_sessions import SamplingSession
+from tinsmith.store.stored_samples import (
     MAX_IMAGES_BYTES,
     MAX_PROMPT_TOKENS,
     MAX_SEQUENCE_TOKENS,
     MAX_SEQUENCES,
-    KeptImage,
-    KeptSample,
-    KeptSamples,
-    KeptSequence,
     SampleContent,
     SampledLogprobs,
     SampleLimits,
+    StoredImage,
+    StoredSample,
+    StoredSamples,
+    StoredSequence,
     TrainedAnswer,
     keep_sample,
     new_sample,
     run_of_weights,
     thin_samples,
 )
-from tinsmith.store.recent_steps import KEPT_STEPS, RecentStep, RecentSteps
-from tinsmith.store.sampling_sessions import SamplingSession
 from tinsmith.telemetry import metrics
 from tinsmith.telemetry.tracing import Tracing
 from tinsmith.types import (
@@ -295,7 +295,7 @@ class _Allowance:
 class SampleRecord:
     """The record of an unfinished sample, which is kept when the sample is settled."""
 
-    sample: KeptSample
+    sample: StoredSample
     requested: Sample
 
 
@@ -305,7 +305,7 @@ class Records:
     def __init__(self, db: Database, limits: SampleLimits) -> None:
         self.curves = Curves(db)
         self.recent_steps = RecentSteps(db)
-        self.samples = KeptSamples(db)
+        self.samples = StoredSamples(db)
         self.sample_limits = limits
 
 
@@ -376,7 +376,7 @@ class Recorder:
         statements: list[Effect] = [self._records.curves.step_statement(request.model_id, run.steps, point)]
         if run.points > MAX_POINTS:
             statements.append(thin_points(request.model_id, SERVER, 0, run.steps))
-            run.points = KEPT_POINTS
+            run.points = THINNED_POINTS
         return statements
 
     def drop_passes(self, model_id: str) -> None:
@@ -420,7 +420,7 @@ class Recorder:
         num_tokens = sum(request.num_tokens for request in step.passes)
         sizes = len(step.passes), len(step.optim_steps), len(step.singles)
         self._steps.append(RecentStep(now(), duration_s, *sizes, num_tokens, shares))
-        del self._steps[:-KEPT_STEPS]
+        del self._steps[:-MAX_RECENT_STEPS]
 
     def record_snapshot(self, tenant_id: str, model_id: str, ended_at: float, duration_s: float) -> None:
         self._steps.append(RecentStep(ended_at, duration_s, 0, 0, 0, 0, {tenant_id: {model_id: 0}}))
@@ -476,8 +476,8 @@ class SampleRecorder:
                 name: getattr(requested.params, name)
                 for name in ("max_tokens", "seed", "temperature", "top_k", "top_p")
             },
-            sequences=[_build_kept_sequence(requested.prompt_T, sequence) for sequence in sequences[:MAX_SEQUENCES]],
-            images=_build_kept_images(requested),
+            sequences=[_build_stored_sequence(requested.prompt_T, sequence) for sequence in sequences[:MAX_SEQUENCES]],
+            images=_build_stored_images(requested),
         )
         sample = replace(
             sample_record.sample,
@@ -488,7 +488,7 @@ class SampleRecorder:
         )
         return [*keep_sample(sample, content), *self._thin(sample)]
 
-    def _thin(self, sample: KeptSample) -> list[Effect]:
+    def _thin(self, sample: StoredSample) -> list[Effect]:
         """Statements that thin the sample's run: for its first sample in a while, and then for every few."""
         allowance = self._allowances.get(sample.tenant_id)
         if allowance is not None:
@@ -529,24 +529,24 @@ def _digest_images(digest: str, requested: Sample) -> str:
     return of_images.hexdigest()
 
 
-def _build_kept_sequence(prompt_T: I32, sequence: SampledSequence) -> KeptSequence:
+def _build_stored_sequence(prompt_T: I32, sequence: SampledSequence) -> StoredSequence:
     logprobs = np.round(sequence.logprobs_T[:MAX_SEQUENCE_TOKENS].astype(np.float64), 6)
     finite_logprobs: Sequence[float | None] = logprobs.tolist()
     if not np.isfinite(logprobs).all():
         finite_logprobs = [value if math.isfinite(value) else None for value in logprobs.tolist()]
     tokens = sequence.tokens_T[:MAX_SEQUENCE_TOKENS].tolist()
     digest = tokens_digest(prompt_T, sequence.tokens_T)
-    return KeptSequence(tokens, finite_logprobs, sequence.stop_reason, digest, len(sequence.tokens_T))
+    return StoredSequence(tokens, finite_logprobs, sequence.stop_reason, digest, len(sequence.tokens_T))
 
 
-def _build_kept_images(requested: Sample) -> list[KeptImage]:
-    cut, room, images = max(0, len(requested.prompt_T) - MAX_PROMPT_TOKENS), MAX_IMAGES_BYTES, list[KeptImage]()
+def _build_stored_images(requested: Sample) -> list[StoredImage]:
+    cut, room, images = max(0, len(requested.prompt_T) - MAX_PROMPT_TOKENS), MAX_IMAGES_BYTES, list[StoredImage]()
     for image in requested.images:
         if image.start < cut:
             continue
         data = base64.b64encode(image.data).decode() if len(image.data) <= room else ""
         room -= len(image.data) if data else 0
-        images.append(KeptImage(image.start - cut, image.num_tokens, image.format, image.width, image.height, data))
+        images.append(StoredImage(image.start - cut, image.num_tokens, image.format, image.width, image.height, data))
     return images
 
 

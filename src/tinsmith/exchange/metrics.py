@@ -86,7 +86,7 @@ class RunMetrics:
             self.flush()
 
     def reward(self, prompt: Sequence[int], answers: Iterable[Sequence[int]], rewards: Iterable[float]) -> int:
-        """Set the rewards of answers to one prompt, all as tokens. Returns how many kept answers show them now."""
+        """Set the rewards of answers to one prompt, all as tokens. Returns how many stored answers show them now."""
         entries = [
             {"digest": tokens_digest(prompt, answer), "reward": float(reward)}
             for answer, reward in zip(answers, rewards, strict=True)

@@ -97,7 +97,7 @@ class Janitor:
             Part("sequences", services.sequences.sweep),
             Part("checkpoints", self._delete_checkpoints),
             Part("files", services.files.sweep_expired),
-            Part("kept_samples", self._delete_kept_samples),
+            Part("kept_samples", self._delete_stored_samples),
             Part("responses", services.responses.sweep),
             Part("exchanges", services.exchanges.sweep),
             Part("engines", engines.delete_unused),
@@ -221,8 +221,8 @@ class Janitor:
         for directory in directories.discard_all(candidates, but=referenced()):
             log.info("an unreferenced directory of an engine was deleted", directory=directory)
 
-    def _delete_kept_samples(self) -> None:
-        self._services.kept_samples.sweep(now() - self._settings.kept_samples_days * DAY_S)
+    def _delete_stored_samples(self) -> None:
+        self._services.stored_samples.sweep(now() - self._settings.stored_samples_days * DAY_S)
 
     def _delete_audit_entries(self) -> None:
         self._services.audit.sweep(now() - self._settings.audit_retention_days * DAY_S)

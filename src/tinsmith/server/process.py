@@ -87,7 +87,6 @@ from tinsmith.store.database_counts import DatabaseCounts
 from tinsmith.store.exchanges import Exchanges
 from tinsmith.store.files import Files
 from tinsmith.store.futures import Futures
-from tinsmith.store.kept_samples import KeptSamples
 from tinsmith.store.machine_history import MachineHistory
 from tinsmith.store.models import Models
 from tinsmith.store.overview import Overview
@@ -97,6 +96,7 @@ from tinsmith.store.responses import Responses
 from tinsmith.store.sampling_sessions import SamplingSessions
 from tinsmith.store.server_sessions import ImplicitSessions, ServerSessions
 from tinsmith.store.sessions import Sessions
+from tinsmith.store.stored_samples import StoredSamples
 from tinsmith.store.usage import Usage
 from tinsmith.telemetry.metrics import ServerMeters, reset_metrics_directory
 from tinsmith.telemetry.timeline import Traces
@@ -405,7 +405,7 @@ def _services(
         curves=Curves(database),
         recent_steps=RecentSteps(database),
         machine_history=MachineHistory(database),
-        kept_samples=KeptSamples(database),
+        stored_samples=StoredSamples(database),
         overview=Overview(database),
         engines=EngineStatus(engines.queue_state, engine_router.for_run),
         sample_admission=admission,

@@ -35,6 +35,13 @@ if TYPE_CHECKING:
 RANK_ADDRESS_FILE = "ranks.address"
 """The file of an engine's data directory with the address at which ranks of other machines join."""
 
+FORMER_NAMES = {
+    "kept_samples": "stored_samples",
+    "kept_samples_of_run": "stored_samples_of_run",
+    "kept_samples_days": "stored_samples_days",
+}
+"""Names that settings had in an earlier release, which are still read. A variable of the new name has precedence."""
+
 
 class Settings(
     AddressSettings,
@@ -78,7 +85,7 @@ def load(overrides: dict[str, object]) -> Settings:
     known_names = sorted(name.upper() for name in Settings.model_fields)
     names = sorted(name.removeprefix(PREFIX) for name in os.environ if name.startswith(PREFIX))
     for name in names:
-        if name not in known_names:
+        if name not in known_names and name.lower() not in FORMER_NAMES:
             if re.search(r"(^|_)(PORT_\d+_|SERVICE_(HOST|PORT))", name):
                 raise SettingsError(
                     f"the environment sets {PREFIX}{name}, as Kubernetes does for a Service of the name tinsmith; set "
@@ -88,8 +95,13 @@ def load(overrides: dict[str, object]) -> Settings:
             choices = ", ".join(PREFIX + match for match in near or known_names)
             label = "did you mean" if near else "known settings"
             raise SettingsError(f"the environment sets {PREFIX}{name}, which is not a setting; {label}: {choices}")
+    former_values = {
+        new: os.environ[f"{PREFIX}{former.upper()}"]
+        for former, new in FORMER_NAMES.items()
+        if former.upper() in names and new.upper() not in names
+    }
     try:
-        return Settings.model_validate({**Settings().model_dump(), **overrides})
+        return Settings.model_validate({**Settings().model_dump(), **former_values, **overrides})
     except ValidationError as error:
         raise SettingsError(_describe_errors(error)) from None
 

@@ -424,13 +424,13 @@ class TenantSettings(SettingsGroup):
     """Secret of 32 or more bytes that signs tokens and links, the same for servers that share a database; empty means
     one generated in the data directory."""
 
-    kept_samples: int = Field(default=5000, ge=0, le=100_000)
+    stored_samples: int = Field(default=5000, ge=0, le=100_000)
     """Samples of each tenant kept for the dashboard; 0 keeps none."""
 
-    kept_samples_of_run: int = Field(default=500, ge=1, le=2000)
+    stored_samples_of_run: int = Field(default=500, ge=1, le=2000)
     """Samples kept of each run, and of weights without a run."""
 
-    kept_samples_days: float = Field(default=7.0, gt=0)
+    stored_samples_days: float = Field(default=7.0, gt=0)
     """How long samples are kept."""
 
     warnings_url: SecretStr = SecretStr("")

@@ -2,7 +2,7 @@
 
 The transaction that settles an optimizer step writes the server's point with the number of that step. A client logs
 points at its own steps; metrics of the same step are merged. A run has at most MAX_POINTS points per source. Beyond
-that, KEPT_POINTS of them, evenly spaced, are kept unaveraged: the engine thins the server's, `log_points` a client's.
+that, THINNED_POINTS of them, evenly spaced, stay unaveraged: the engine thins the server's, `log_points` a client's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tinsmith.db.statements import Bound, Statement
 from tinsmith.errors import UserError
 
 MAX_POINTS = 2048
-KEPT_POINTS = 1024
+THINNED_POINTS = 1024
 MAX_NAMES = 128
 """Most metrics of one point."""
 
@@ -170,8 +170,8 @@ class Curves:
 
 
 def thin_points(model_id: str, source: str, low: int, high: int) -> sa.Executable:
-    """A statement that keeps about KEPT_POINTS of a run's points, the last of each interval of steps."""
-    width = max(1, math.ceil((high - low + 1) / KEPT_POINTS))
+    """A statement that keeps about THINNED_POINTS of a run's points, the last of each interval of steps."""
+    width = max(1, math.ceil((high - low + 1) / THINNED_POINTS))
     all_points = CURVE_POINTS.alias("all_points")
     of_source = (all_points.c.model_id == model_id) & (all_points.c.source == source)
     interval = (all_points.c.step - low) // sa.literal(width, sa.BigInteger)

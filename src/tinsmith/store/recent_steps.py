@@ -1,4 +1,4 @@
-"""The last KEPT_STEPS steps of each base model's engine, with the tokens of each tenant, for the dashboard.
+"""The last MAX_RECENT_STEPS steps of each base model's engine, with the tokens of each tenant, for the dashboard.
 
 An engine writes its steps about once a second, best effort: up to 1 s may be lost in a crash.
 """
@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from tinsmith.db.database import Database
 from tinsmith.db.schema import RECENT_STEPS
 
-KEPT_STEPS = 200
+MAX_RECENT_STEPS = 200
 """Steps of a base model, snapshots included."""
 
 Shares = Mapping[str, Mapping[str, int]]
@@ -43,20 +43,20 @@ class RecentSteps:
         self._db = db
 
     def add(self, base_model: str, steps: Sequence[RecentStep]) -> None:
-        """Add steps, and delete all but the newest KEPT_STEPS of the base model."""
+        """Add steps, and delete all but the newest MAX_RECENT_STEPS of the base model."""
         # asdict would make deep copies.
         rows = [{"base_model": base_model, **{name: getattr(step, name) for name in _FIELDS}} for step in steps]
         of_base = RECENT_STEPS.c.base_model == base_model
         all_steps = RECENT_STEPS.alias("others")
         newest = sa.select(all_steps.c.position).where(all_steps.c.base_model == base_model)
         newest = newest.order_by(all_steps.c.position.desc())
-        oldest_kept = newest.offset(KEPT_STEPS - 1).limit(1).scalar_subquery()
+        oldest_position = newest.offset(MAX_RECENT_STEPS - 1).limit(1).scalar_subquery()
         with self._db.write() as connection:
             connection.execute(RECENT_STEPS.insert(), rows)
-            connection.execute(RECENT_STEPS.delete().where(of_base, RECENT_STEPS.c.position < oldest_kept))
+            connection.execute(RECENT_STEPS.delete().where(of_base, RECENT_STEPS.c.position < oldest_position))
 
     def newest(
-        self, base_model: str, limit: int = KEPT_STEPS, *, snapshots: bool = False
+        self, base_model: str, limit: int = MAX_RECENT_STEPS, *, snapshots: bool = False
     ) -> list[tuple[int, RecentStep]]:
         """The newest steps, or snapshots, of a base model with their positions, newest first."""
         num_operations = RECENT_STEPS.c.num_passes + RECENT_STEPS.c.num_optim_steps + RECENT_STEPS.c.num_singles

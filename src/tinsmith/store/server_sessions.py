@@ -44,7 +44,7 @@ class ServerSessions:
         self.clock = clock
         self.heartbeat_s = min(HEARTBEAT_S, timeout_s / 4) if timeout_s >= 0 else HEARTBEAT_S
         self._lock = threading.Lock()
-        self._kept_at: dict[str, float] = {}  # session_id -> time of its last heartbeat
+        self._heartbeat_times: dict[str, float] = {}  # session_id -> time of its last heartbeat
 
     def open(self, tenant_id: str, new: NewSession, session_id: str | None = None) -> str:
         """Open a session and return its id."""
@@ -53,7 +53,7 @@ class ServerSessions:
         return session_id
 
     def is_heartbeat_due(self, session_id: str) -> bool:
-        return self.clock() - self._kept_at.get(session_id, -self.heartbeat_s) >= self.heartbeat_s
+        return self.clock() - self._heartbeat_times.get(session_id, -self.heartbeat_s) >= self.heartbeat_s
 
     def keep(self, tenant_id: str, session_id: str) -> None:
         """As `Sessions.keep`, if a heartbeat is due. Raises GoneError if the session has ended."""
@@ -84,10 +84,10 @@ class ServerSessions:
 
     def _remember(self, session_id: str) -> None:
         with self._lock:
-            self._kept_at[session_id] = self.clock()
-            if len(self._kept_at) > MAX_HEARTBEATS:
+            self._heartbeat_times[session_id] = self.clock()
+            if len(self._heartbeat_times) > MAX_HEARTBEATS:
                 recent = self.clock() - 2 * self.heartbeat_s
-                self._kept_at = {name: at for name, at in self._kept_at.items() if at >= recent}
+                self._heartbeat_times = {name: at for name, at in self._heartbeat_times.items() if at >= recent}
 
 
 @dataclass(slots=True)

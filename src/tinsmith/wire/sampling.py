@@ -3,7 +3,7 @@
 Unknown fields are refused unless their value is empty, because the SDK always sends its defaults.
 `record_stability_info` does not change sampling (docs/losses.md describes stable_reinforce).
 
-A stored sample may also have the field `beyond`: parameters that only this server's chat routes write. An asample with
+A stored request may also have the field `beyond`: parameters that only this server's chat routes write. An asample with
 it is refused, as with any unknown field.
 
 Shape letters: T tokens, K targets of a prompt token, k entries of a top-k row.
@@ -276,8 +276,8 @@ class ExtensionsBody(Body):
         return replace(sample, params=params, stream=self.stream)
 
 
-class StoredSample(SampleRequest):
-    beyond: ExtensionsBody | None = None
+class StoredSampleRequest(SampleRequest):
+    extensions: Annotated[ExtensionsBody | None, Field(alias="beyond")] = None
 
 
 _STOP_REASONS = {"stop": pb.STOP_REASON_STOP, "length": pb.STOP_REASON_LENGTH}
@@ -285,9 +285,9 @@ _STOP_REASONS = {"stop": pb.STOP_REASON_STOP, "length": pb.STOP_REASON_LENGTH}
 
 def read_sample(body: bytes, request_id: str, version_id: str | None, vision: VisionShape | None = None) -> Sample:
     """Parse the stored body of a sample."""
-    request = validate(StoredSample, read_object(body))
+    request = validate(StoredSampleRequest, read_object(body))
     sample = sample_of(request, request_id, version_id, vision)
-    return sample if request.beyond is None else request.beyond.apply_to(sample)
+    return sample if request.extensions is None else request.extensions.apply_to(sample)
 
 
 def sample_of(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fault.crash.kept import keep_server_running
+from fault.crash.restarted_server import keep_server_running
 from fault.crash.runs import Books, Record, books, run_all
 
 

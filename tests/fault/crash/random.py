@@ -16,8 +16,8 @@ from pathlib import Path
 
 os.environ.setdefault("TINKER_TELEMETRY", "0")
 
-from fault.crash.kept import keep_server_running
 from fault.crash.killing import Killer, processes_below, server_or_engine
+from fault.crash.restarted_server import keep_server_running
 from fault.crash.runs import books, run_all
 
 

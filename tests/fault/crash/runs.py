@@ -18,7 +18,7 @@ import numpy as np
 import tinker
 from tinker import types
 
-from fault.crash.kept import RestartedServer
+from fault.crash.restarted_server import RestartedServer
 
 NANO = "tinsmith/nano"
 DEPRECATED = "ignore:.*TrainingClient.load_state:FutureWarning"

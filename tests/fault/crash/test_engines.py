@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fault.crash.kept import RestartedServer, keep_server_running, markers_in
+from fault.crash.restarted_server import RestartedServer, keep_server_running, markers_in
 from fault.crash.runs import DEPRECATED, Books, Record
 from fault.crash.test_matrix import NTH, POINTS_HERE, points_of, run_until
 from support import databases

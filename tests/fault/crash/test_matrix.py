@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fault.crash.kept import RestartedServer, keep_server_running
+from fault.crash.restarted_server import RestartedServer, keep_server_running
 from fault.crash.runs import DEPRECATED, Books, Record, books, run_all
 from tinsmith.runtime.failpoints import POINTS, VICTIMS
 

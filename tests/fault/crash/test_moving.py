@@ -13,7 +13,7 @@ import pytest
 import tinker
 from tinker import types
 
-from fault.crash.kept import RestartedServer, keep_server_running
+from fault.crash.restarted_server import RestartedServer, keep_server_running
 from fault.crash.runs import NANO, PATIENCE_S
 from fault.crash.test_engines import engine
 from support.live import LiveServer

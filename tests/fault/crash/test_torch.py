@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fault.crash.kept import keep_server_running
+from fault.crash.restarted_server import keep_server_running
 from fault.crash.runs import DEPRECATED, Plan, Record, books, run_all
 
 pytestmark = pytest.mark.filterwarnings(DEPRECATED)
@@ -26,9 +26,9 @@ Seen = tuple[dict[str, Record], list[tuple], list[tuple]]
 def outcome(data_dir: Path, **settings: str) -> Seen:
     with keep_server_running(data_dir, **settings) as server:
         records = run_all(server, PLANS)
-        kept_books = books(server)
+        server_books = books(server)
         assert bool(server.markers) == bool(settings)
-    return records, kept_books.futures, kept_books.models
+    return records, server_books.futures, server_books.models
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The kept samples of a run as a file: one row for each answer, oldest first, as JSON lines or Parquet.
+"""The stored samples of a run as a file: one row for each answer, oldest first, as JSON lines or Parquet.
 
 Rows are read and written a few at a time, so that a file of any size needs little memory. pyarrow is loaded for Parquet
 only, since a server without bulk jobs may lack it.
@@ -16,7 +16,7 @@ import orjson
 from tinsmith.api.dashboard.sample_groups import find_tokenizer, list_placed, spell
 from tinsmith.api.request import Call, JsonObject
 from tinsmith.errors import NotSupportedError
-from tinsmith.store.kept_samples import SAMPLES_OF_READ, AnswerNotes, KeptSample, SampleContent
+from tinsmith.store.stored_samples import SAMPLES_OF_READ, AnswerNotes, SampleContent, StoredSample
 from tinsmith.types import tokens_digest
 from tinsmith.wire.fields import iso
 
@@ -110,7 +110,7 @@ class _Parts(io.RawIOBase):
 
 
 def _rows(call: Call, model_id: str) -> Iterator[JsonObject]:
-    store = call.services.kept_samples
+    store = call.services.stored_samples
     samples = store.read(call.tenant_id, store.list_positions(call.tenant_id, MAX_EXPORTED, model_id))
     while part := list(islice(samples, SAMPLES_OF_READ)):
         notes = store.notes(call.tenant_id, [sample.request_id for sample, _ in part])
@@ -122,7 +122,7 @@ def _rows(call: Call, model_id: str) -> Iterator[JsonObject]:
                 yield {name: (of_sample | of_answer)[name] for name in COLUMNS}
 
 
-def _sample_columns(call: Call, sample: KeptSample, content: SampleContent, steps: Mapping[str, int]) -> JsonObject:
+def _sample_columns(call: Call, sample: StoredSample, content: SampleContent, steps: Mapping[str, int]) -> JsonObject:
     return {
         "request_id": sample.request_id,
         "group": tokens_digest([*f"{sample.base_model} {sample.weights} {sample.prompt_digest}".encode()]),
@@ -139,7 +139,7 @@ def _sample_columns(call: Call, sample: KeptSample, content: SampleContent, step
 
 
 def _answer_columns(
-    call: Call, sample: KeptSample, content: SampleContent, index: int, notes: AnswerNotes | None
+    call: Call, sample: StoredSample, content: SampleContent, index: int, notes: AnswerNotes | None
 ) -> JsonObject:
     sequence = content.sequences[index]
     logprobs = None if notes is None else notes.logprobs

@@ -1,8 +1,8 @@
-"""Groups of kept answers: those to the same prompt by the same weights, whichever request or session asked for them.
+"""Groups of stored answers: those to the same prompt by the same weights, whichever request or session asked for them.
 
 A group's question is the part of its prompt that differs from the other prompts of its run. Divergence is that of
 `losses.divergence`, over the answers that were trained on: d is the training minus the sampling logprob of a token, of
-the policy before the optimizer step and of the policy that sampled. Reads the caller's kept samples, changes nothing.
+the policy before the optimizer step and of the policy that sampled. Reads the caller's stored samples, changes nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tinsmith.api.request import Call, JsonObject
 from tinsmith.chat.tokenizer import ModelTokenizer
 from tinsmith.errors import NotFoundError, NotSupportedError
 from tinsmith.losses.divergence import EFFECTIVE_SHARE, KL_V3, TOKENS, measure_divergence, summarize_divergence
-from tinsmith.store.kept_samples import AnswerNotes, KeptSample, KeptSequence
+from tinsmith.store.stored_samples import AnswerNotes, StoredSample, StoredSequence
 from tinsmith.types import F32, I32
 
 MAX_GROUPED = 2000
@@ -32,7 +32,7 @@ _CUT = " \u2026 "
 class GroupAnswer:
     """An answer as arrays, which are compact; logprobs are NaN where the sampler gave none."""
 
-    sample: KeptSample
+    sample: StoredSample
     index: int
     tokens_T: I32
     logprobs_T: F32
@@ -67,7 +67,7 @@ class AnswerGroup:
     weights_step: int | None = None
 
     @property
-    def newest(self) -> KeptSample:
+    def newest(self) -> StoredSample:
         return self.answers[-1].sample
 
     def values(self, name: str) -> list[float]:
@@ -92,7 +92,7 @@ def place_tail(values: F32 | None, num_tokens: int, num_stored: int) -> F32 | No
     return values_T[:num_stored]
 
 
-def list_placed(values: F32 | None, sequence: KeptSequence) -> list[float | None] | None:
+def list_placed(values: F32 | None, sequence: StoredSequence) -> list[float | None] | None:
     """Return `place_tail` of an answer as a list, with None where there is no number."""
     placed_T = place_tail(values, sequence.num_sampled, len(sequence.tokens))
     if placed_T is None:
@@ -102,10 +102,10 @@ def list_placed(values: F32 | None, sequence: KeptSequence) -> list[float | None
 
 
 def read_groups(call: Call, model_id: str = "") -> list[AnswerGroup]:
-    """Return the groups of the newest kept samples, of a run or of all; the one with the newest sample is first."""
-    store = call.services.kept_samples
+    """Return the groups of the newest stored samples, of a run or of all; the one with the newest sample is first."""
+    store = call.services.stored_samples
     groups: dict[tuple[str, str | None, str], AnswerGroup] = {}
-    samples: list[KeptSample] = []
+    samples: list[StoredSample] = []
     for sample, content in store.read(call.tenant_id, store.list_positions(call.tenant_id, MAX_GROUPED, model_id)):
         key = sample.base_model, sample.weights, sample.prompt_digest
         group = groups.pop(key, None) or AnswerGroup(sample.prompt_digest, np.array(content.prompt, np.int32))
@@ -121,7 +121,7 @@ def read_groups(call: Call, model_id: str = "") -> list[AnswerGroup]:
     return [group for group in reversed(groups.values()) if group.answers]
 
 
-def _compact(sample: KeptSample, index: int, sequence: KeptSequence) -> GroupAnswer:
+def _compact(sample: StoredSample, index: int, sequence: StoredSequence) -> GroupAnswer:
     tokens_T = np.array(sequence.tokens, np.int32)
     logprobs_T = np.array(sequence.logprobs, np.float32)  # None becomes NaN
     return GroupAnswer(sample, index, tokens_T, logprobs_T, sequence.stop_reason, sequence.num_sampled)

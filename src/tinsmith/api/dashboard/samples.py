@@ -1,6 +1,6 @@
-"""Kept samples for the dashboard: a list, groups of answers to one prompt, one sample token by token, and files.
+"""Stored samples for the dashboard: a list, groups of answers to one prompt, one sample token by token, and files.
 
-A group (`sample_groups`) has the kept answers to one prompt by one weight version. They carry notes on top of the
+A group (`sample_groups`) has the stored answers to one prompt by one weight version. They carry notes on top of the
 sample: the client's reward, and from training on it the run, the step, the advantage and the logprobs. Filters and
 sorting cover the newest samples of the run or the tenant (`MAX_GROUPED`). All data belongs to the caller.
 """
@@ -37,7 +37,7 @@ from tinsmith.api.openapi import ANYTHING, COUNT, FILE_TYPE, LIST, TEXT, fields,
 from tinsmith.api.queries import Order, PageQuery
 from tinsmith.api.request import Call, JsonObject
 from tinsmith.chat.tokenizer import ModelTokenizer
-from tinsmith.store.kept_samples import AnswerNotes, KeptSample, KeptSequence, SampleContent
+from tinsmith.store.stored_samples import AnswerNotes, SampleContent, StoredSample, StoredSequence
 from tinsmith.wire.fields import ClosedBody, Number, OneOf, Query, Text, iso
 
 PREVIEW_TOKENS = 24
@@ -52,7 +52,7 @@ MAX_STEP = 2**53 - 1
     filters=("?search={model_id}:0",),
 )
 def samples(call: Call, query: SearchQuery) -> JsonObject:
-    rows, total = call.services.kept_samples.page(call.tenant_id, query.limit, query.offset, query.search)
+    rows, total = call.services.stored_samples.page(call.tenant_id, query.limit, query.offset, query.search)
     return {
         "samples": [
             _sample_fields(sample) | _preview(find_tokenizer(call, sample.base_model), content)
@@ -67,9 +67,9 @@ def _limits(call: Call) -> JsonObject:
     """How many samples are kept, and for how long; 0 of a tenant: none."""
     settings = call.services.settings
     return {
-        "of_tenant": settings.kept_samples,
-        "of_run": settings.kept_samples_of_run,
-        "days": settings.kept_samples_days,
+        "of_tenant": settings.stored_samples,
+        "of_run": settings.stored_samples_of_run,
+        "days": settings.stored_samples_days,
     }
 
 
@@ -80,7 +80,7 @@ def _limits(call: Call) -> JsonObject:
     answer=fields({"request_id": TEXT, "prompt": ANYTHING, "sequences": LIST}),
 )
 def sample(call: Call) -> JsonObject:
-    store = call.services.kept_samples
+    store = call.services.stored_samples
     row, content = store.get(call.tenant_id, call.path["request_id"])
     tokenizer = find_tokenizer(call, row.base_model)
     notes = store.notes(call.tenant_id, [row.request_id])
@@ -99,8 +99,8 @@ def sample(call: Call) -> JsonObject:
     }
 
 
-def _training(sequence: KeptSequence, notes: AnswerNotes | None) -> JsonObject:
-    """Return the notes of an answer. `training_logprobs` and `advantages` have one entry per kept token."""
+def _training(sequence: StoredSequence, notes: AnswerNotes | None) -> JsonObject:
+    """Return the notes of an answer. `training_logprobs` and `advantages` have one entry per stored token."""
     names = ("reward", "run", "step", "advantage", "training_logprobs", "advantages")
     if notes is None:
         return dict[str, object](dict.fromkeys(names))
@@ -128,7 +128,7 @@ class AnswerRewardsRequest(ClosedBody):
 def rewards(call: Call, request: AnswerRewardsRequest) -> JsonObject:
     """Rewards of answers that are not kept are ignored. The digest is types.tokens_digest of prompt and answer."""
     reward_by_digest = {entry.digest: entry.reward for entry in request.rewards}
-    return {"updated": call.services.kept_samples.set_rewards(call.tenant_id, reward_by_digest)}
+    return {"updated": call.services.stored_samples.set_rewards(call.tenant_id, reward_by_digest)}
 
 
 # Groups.
@@ -294,7 +294,7 @@ def export(call: Call, query: ExportQuery) -> Response:
 # Decoded text.
 
 
-def _sample_fields(sample: KeptSample) -> JsonObject:
+def _sample_fields(sample: StoredSample) -> JsonObject:
     fields: JsonObject = {**asdict(sample), "created_at": iso(sample.created_at)}
     del fields["tenant_id"]
     return fields

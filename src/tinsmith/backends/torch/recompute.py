@@ -47,7 +47,7 @@ class Recompute:
         self.chosen: bool | None = None
         self._context = context
         self.active = False
-        self.num_kept = 0
+        self.num_saved_layers = 0
         """If `active`: how many layers keep their activations all the same, of those that `activations` counts."""
         self.activations: Activations | None = None
         """What fused layers keep, by the plan's arithmetic; None if it is unknown, or ranks must agree."""
@@ -79,7 +79,7 @@ class Recompute:
 
     def decide(self, num_tokens: int, device: torch.device) -> None:
         """Decide for the next forward."""
-        self.num_kept = 0
+        self.num_saved_layers = 0
         if self.chosen is not None:
             self.active = self.chosen
             return
@@ -88,16 +88,18 @@ class Recompute:
             return
         self.active = not self.fits(num_tokens, device)
         if self.active and self.activations is not None:
-            self.num_kept = count_kept(self.activations, self.num_layers, num_tokens, _limit_bytes(device))
+            self.num_saved_layers = count_saved_layers(
+                self.activations, self.num_layers, num_tokens, _limit_bytes(device)
+            )
 
     def count_recomputed(self, num_layers: int) -> int:
         """How many of so many layers, the first ones, run again in the next forward."""
-        return num_layers - self.num_kept if self.active else 0
+        return num_layers - self.num_saved_layers if self.active else 0
 
     def recompute_all(self) -> bool:
         """Memory ran out: keep no activations until `relax`. False if none were kept, or others choose."""
         is_own = self.mode == "auto" and self.chosen is None and self.activations is not None
-        keeps = not self.active or self.num_kept > 0
+        keeps = not self.active or self.num_saved_layers > 0
         if not is_own or not keeps or self._recomputes_all:
             return False
         self._recomputes_all = True
@@ -146,22 +148,22 @@ class Recompute:
         return run
 
 
-def count_kept(activations: Activations, num_layers: int, num_tokens: int, limit_bytes: float) -> int:
+def count_saved_layers(activations: Activations, num_layers: int, num_tokens: int, limit_bytes: float) -> int:
     """The most layers that may keep their activations; 0 also if not even their inputs fit."""
     fitting = (
-        num_kept for num_kept in range(num_layers - 1, 0, -1)
-        if bytes_with(activations, num_layers, num_tokens, num_kept) <= limit_bytes
+        num_saved_layers for num_saved_layers in range(num_layers - 1, 0, -1)
+        if bytes_with(activations, num_layers, num_tokens, num_saved_layers) <= limit_bytes
     )  # fmt: skip
     return next(fitting, 0)
 
 
-def bytes_with(activations: Activations, num_layers: int, num_tokens: int, num_kept: int) -> float:
-    """Bytes of a micro-batch of which `num_kept` layers keep their activations, and the others their inputs; see
-    `Activations.num_bytes`.
+def bytes_with(activations: Activations, num_layers: int, num_tokens: int, num_saved_layers: int) -> float:
+    """Bytes of a micro-batch of which `num_saved_layers` keep their activations, and the other layers their inputs;
+    see `Activations.num_bytes`.
     """
     bytes_per_element = num_tokens * activations.dtype_bytes
-    saved = (num_kept * activations.saved + (num_layers - num_kept) * activations.inputs) / num_layers
-    working = activations.layer * (1 if num_kept == num_layers else 2)
+    saved = (num_saved_layers * activations.saved + (num_layers - num_saved_layers) * activations.inputs) / num_layers
+    working = activations.layer * (1 if num_saved_layers == num_layers else 2)
     return bytes_per_element * saved + max(bytes_per_element * working, activations.logits_bytes)
 
 

@@ -112,9 +112,9 @@ def check_layers(
             )
 
 
-def _check_stateful(name: str, layer: int, kind: str, num_kept: int, num_attentions: int) -> None:
-    if num_kept != (kind in STATEFUL):
-        raise SettingsError(f"{name} cannot be served: layer {layer} of kind {kind} keeps a state {num_kept} times")
+def _check_stateful(name: str, layer: int, kind: str, num_states: int, num_attentions: int) -> None:
+    if num_states != (kind in STATEFUL):
+        raise SettingsError(f"{name} cannot be served: layer {layer} of kind {kind} keeps a state {num_states} times")
     if num_attentions != (kind == "hybrid"):
         raise SettingsError(f"{name} cannot be served: layer {layer} of kind {kind} attends {num_attentions} times")
 

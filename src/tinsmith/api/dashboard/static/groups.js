@@ -108,7 +108,7 @@ function drawGroups(groups, opened, run, again) {
 }
 
 function describeLimits({ of_tenant: ofTenant, of_run: ofRun, days }) {
-  if (!ofTenant) return "This server stores no samples (TINSMITH_KEPT_SAMPLES is 0).";
+  if (!ofTenant) return "This server stores no samples (TINSMITH_STORED_SAMPLES is 0).";
   return `Showing a sample of requests: up to ${count(ofRun)} of each run and ${count(ofTenant)} in all, kept ${counted(days, "day")}. Other tenants cannot read them.`;
 }
 
@@ -121,7 +121,7 @@ export async function showGroups(place, signal, { run = "", report = () => {} } 
   if (!Number.isInteger(values.offset) || values.offset < 0) set({ offset: 0 });
   const list = h("div");
   const pages = h("div");
-  const about = h("p", { class: "quiet kept" });
+  const about = h("p", { class: "quiet sample-limits" });
   const refusal = h("p", { class: "warning", role: "alert", hidden: true });
   const draw = keep(list);
   const drawPages = keep(pages);

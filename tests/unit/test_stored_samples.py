@@ -1,4 +1,4 @@
-"""Kept samples: pages, limits of a run and a tenant, retention, steps of weights, and turns of a conversation."""
+"""Stored samples: pages, limits of a run and a tenant, retention, steps of weights, and turns of a conversation."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tinsmith.db.database import Database
 from tinsmith.db.schema import CHECKPOINTS, CURVE_POINTS, SAMPLERS
 from tinsmith.db.statements import execute
 from tinsmith.errors import NotFoundError
-from tinsmith.store.kept_samples import (
-    KeptSamples,
-    KeptSequence,
+from tinsmith.store.stored_samples import (
     SampleContent,
     SampledLogprobs,
     SampleLimits,
+    StoredSamples,
+    StoredSequence,
     TrainedAnswer,
     keep_sample,
     new_sample,
@@ -40,7 +40,7 @@ def keep(
     weights: str | None = None,
 ) -> str:
     digest = tokens_digest(prompt, answer) if weights else ""
-    content = SampleContent(prompt, 0, {"temperature": 1.0}, [KeptSequence(answer, [-0.5, None], "stop", digest)])
+    content = SampleContent(prompt, 0, {"temperature": 1.0}, [StoredSequence(answer, [-0.5, None], "stop", digest)])
     sample = new_sample(f"{tenant}:sample:0:{index}", tenant, "s", "base", weights, run)
     sample = replace(sample, prompt_tokens=len(prompt))
     with db.write() as connection:
@@ -50,17 +50,17 @@ def keep(
 
 
 def read_ids(db: Database, run: str = "") -> list[str]:
-    samples = KeptSamples(db)
+    samples = StoredSamples(db)
     stored = samples.read("alice", samples.list_positions("alice", 1000, run))
     return [sample.request_id for sample, _ in stored]
 
 
 def test_a_tenant_has_so_many_samples_and_no_more(db: Database) -> None:
-    samples, limits = KeptSamples(db), SampleLimits(1000, 3)
+    samples, limits = StoredSamples(db), SampleLimits(1000, 3)
     keep(db, 0, "bob", limits, prompt=[1], answer=[2])
     ids = [keep(db, index, "alice", limits, prompt=[1], answer=[2, 3]) for index in range(5)]
     page, total = samples.page("alice", 10, 0)
-    assert [kept_sample.request_id for kept_sample, _ in page] == ids[:1:-1] and total == 3
+    assert [stored_sample.request_id for stored_sample, _ in page] == ids[:1:-1] and total == 3
     assert samples.page("alice", 1, 1)[0][0][0].request_id == ids[3]
     assert samples.page("bob", 10, 0)[1] == 1
     assert samples.page("alice", 10, 0, "sample:0:4")[1] == 1
@@ -71,7 +71,7 @@ def test_a_tenant_has_so_many_samples_and_no_more(db: Database) -> None:
         samples.get("alice", ids[0])
     sample, content = samples.get("alice", ids[4])
     assert sample.base_model == "base" and sample.prompt_digest == tokens_digest([1])
-    assert content == SampleContent([1], 0, {"temperature": 1.0}, [KeptSequence([2, 3], [-0.5, None], "stop")])
+    assert content == SampleContent([1], 0, {"temperature": 1.0}, [StoredSequence([2, 3], [-0.5, None], "stop")])
 
 
 def test_a_run_does_not_drive_out_the_samples_of_another(db: Database) -> None:
@@ -82,7 +82,7 @@ def test_a_run_does_not_drive_out_the_samples_of_another(db: Database) -> None:
     assert read_ids(db, "a") == first
     assert len(read_ids(db, "b")) == 4
     digests = [tokens_digest([index], [2]) for index in range(20)]
-    assert KeptSamples(db).set_rewards("alice", dict.fromkeys(digests, 1.0)) == 4, "answers go with their samples"
+    assert StoredSamples(db).set_rewards("alice", dict.fromkeys(digests, 1.0)) == 4, "answers go with their samples"
 
 
 def test_of_a_long_run_the_newest_samples_stay_and_the_same_prompts_of_all_steps(db: Database) -> None:
@@ -90,7 +90,7 @@ def test_of_a_long_run_the_newest_samples_stay_and_the_same_prompts_of_all_steps
     for step in range(8):
         for prompt in range(6):
             keep(db, 10 * step + prompt, "alice", limits, prompt=[prompt], answer=[step], run="r", weights=f"w{step}")
-    samples = KeptSamples(db)
+    samples = StoredSamples(db)
     stored = list(samples.read("alice", samples.list_positions("alice", 100, "r")))
     assert len(stored) == 16
     assert [sample.request_id.rpartition(":")[2] for sample, _ in stored[-8:]] == [
@@ -116,23 +116,23 @@ def test_samples_of_a_run_are_those_of_its_weights_and_those_it_trained_on(db: D
     digest = tokens_digest([1], [3])
     unknown = TrainedAnswer("alice", "0" * 32, "a", 4, 0.5, np.zeros(1, np.float32))
     trained = TrainedAnswer("alice", digest, "a", 4, 0.5, np.array([-1], np.float32), np.array([2], np.float32))
-    KeptSamples(db).note_training([unknown, trained, replace(trained, tenant_id="bob", step=9)])
+    StoredSamples(db).note_training([unknown, trained, replace(trained, tenant_id="bob", step=9)])
     assert read_ids(db, "a") == [own, other, untrained], "whole groups"
-    note = KeptSamples(db).notes("alice", [other])[other, 0]
+    note = StoredSamples(db).notes("alice", [other])[other, 0]
     assert (note.step, note.advantage) == (4, 0.5)
     assert note.logprobs is not None and note.logprobs.tolist() == [-1.0]
     assert note.advantages is not None and note.advantages.tolist() == [2.0]
-    samples = KeptSamples(db)
+    samples = StoredSamples(db)
     assert list(samples.read("bob", samples.list_positions("alice", 9))) == [], "positions of another tenant"
 
 
 def test_training_on_an_answer_is_not_that_on_a_later_one_with_the_same_tokens(db: Database) -> None:
     request_id = keep(db, 0, prompt=[1], answer=[2], run="a", weights="w")
-    created_at = KeptSamples(db).get("alice", request_id)[0].created_at
+    created_at = StoredSamples(db).get("alice", request_id)[0].created_at
     early = TrainedAnswer("alice", tokens_digest([1], [2]), "a", 1, 0.5, np.zeros(1, np.float32))
     for trained_at, step in ((created_at - 1, None), (created_at + 1, 1)):
-        KeptSamples(db).note_training([replace(early, trained_at=trained_at)])
-        assert KeptSamples(db).notes("alice", [request_id])[request_id, 0].step == step
+        StoredSamples(db).note_training([replace(early, trained_at=trained_at)])
+        assert StoredSamples(db).notes("alice", [request_id])[request_id, 0].step == step
 
 
 def test_training_and_rewards_are_of_the_newest_weights_that_gave_the_tokens(db: Database) -> None:
@@ -141,7 +141,7 @@ def test_training_and_rewards_are_of_the_newest_weights_that_gave_the_tokens(db:
         keep(db, index, prompt=[1], answer=[2], run="a", weights=weights)
         for index, weights in enumerate(("w1", "w2", "w2"))
     )
-    samples, digest = KeptSamples(db), tokens_digest([1], [2])
+    samples, digest = StoredSamples(db), tokens_digest([1], [2])
     assert samples.set_rewards("alice", {digest: 1.0}) == 2
     trained_at = samples.get("alice", new[1])[0].created_at + 1
     trained = TrainedAnswer("alice", digest, "a", 2, 0.5, np.zeros(1, np.float32))
@@ -157,7 +157,7 @@ def test_training_and_rewards_are_of_the_newest_weights_that_gave_the_tokens(db:
 def test_an_answer_that_is_not_stored_lends_its_training_to_no_stored_one(db: Database) -> None:
     """Later weights gave the tokens of a stored answer again, in a sample that is not stored but trained on."""
     request_id = keep(db, 0, prompt=[1], answer=[2, 3], run="a", weights="w1")
-    samples, digest = KeptSamples(db), tokens_digest([1], [2, 3])
+    samples, digest = StoredSamples(db), tokens_digest([1], [2, 3])
     trained_at = samples.get("alice", request_id)[0].created_at + 1
     trained = TrainedAnswer("alice", digest, "a", 2, 0.5, np.zeros(2, np.float32), trained_at=trained_at)
 
@@ -191,11 +191,11 @@ def test_weights_have_the_steps_before_their_publish_or_save(db: Database) -> No
     rows = [(weights, run_of_weights("run", None)) for weights in ("w0", "w2", "w3", "gone")]
     rows += [(path, run_of_weights(None, path)), (None, run_of_weights(None, None)), ("w2x", "")]
     samples = [new_sample("r", "alice", "s", "base", weights, run) for weights, run in rows]
-    assert KeptSamples(db).weights_steps("alice", samples) == {"w0": 0, "w2": 2, path: 3}
+    assert StoredSamples(db).weights_steps("alice", samples) == {"w0": 0, "w2": 2, path: 3}
 
 
 def test_samples_are_forgotten_after_a_time(db: Database) -> None:
-    samples = KeptSamples(db)
+    samples = StoredSamples(db)
     request_id = keep(db, 0, prompt=[1], answer=[2])
     created_at = samples.get("alice", request_id)[0].created_at
     assert samples.sweep(created_at - 1) == 0
@@ -204,7 +204,7 @@ def test_samples_are_forgotten_after_a_time(db: Database) -> None:
 
 
 def test_a_turn_follows_those_whose_prompt_and_answer_it_begins_with(db: Database) -> None:
-    samples = KeptSamples(db)
+    samples = StoredSamples(db)
     first = keep(db, 1, prompt=[1, 2], answer=[3, 4])
     second = keep(db, 2, prompt=[1, 2, 3, 4, 5], answer=[6, 7])
     other = keep(db, 3, prompt=[1, 2, 9], answer=[9])

@@ -1,4 +1,4 @@
-"""Kept samples: prompts and answers of each run and tenant, for the dashboard.
+"""Stored samples: prompts and answers of each run and tenant, for the dashboard.
 
 The transaction that settles a sample adds it. Some of these transactions also delete what exceeds the limits: of a run,
 its newest samples stay, and of the older ones as many of each weight version, those whose prompts have the smallest
@@ -7,7 +7,7 @@ deletes by age. Samples of weights without a run (base models) count as those of
 
 A sample continues a conversation if its prompt begins with an earlier prompt and one of its answers.
 
-Each kept answer has its own row, found by the digest of all its tokens, which records training on it and the client's
+Each stored answer has its own row, found by the digest of all its tokens, which records training on it and the client's
 reward: the engine notes the first training step, and a reward is final after it.
 """
 
@@ -25,7 +25,7 @@ import sqlalchemy as sa
 import zstandard
 
 from tinsmith.db.database import Database, chunks, now
-from tinsmith.db.schema import CHECKPOINTS, CURVE_POINTS, KEPT_ANSWERS, KEPT_SAMPLES, SAMPLERS
+from tinsmith.db.schema import CHECKPOINTS, CURVE_POINTS, SAMPLERS, STORED_ANSWERS, STORED_SAMPLES
 from tinsmith.db.statements import Bound, Effect, Statement
 from tinsmith.errors import NotFoundError
 from tinsmith.store.checkpoints import CheckpointRef
@@ -51,7 +51,7 @@ MAX_IMAGES_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class KeptSequence:
+class StoredSequence:
     """`digest` covers the whole prompt and the whole answer, of which `num_tokens` were sampled (0: those stored)."""
 
     tokens: Sequence[int]
@@ -75,7 +75,7 @@ class SampledLogprobs:
     from_end: I32
     logprobs: F32
 
-    def fit(self, sequence: KeptSequence) -> bool:
+    def fit(self, sequence: StoredSequence) -> bool:
         """Whether they are those of a stored sequence, at the positions that it has; False if it has none."""
         at = sequence.num_sampled - self.from_end
         is_stored = (at >= 0) & (at < len(sequence.logprobs))
@@ -104,8 +104,8 @@ class TrainedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class AnswerNotes:
-    """The reward and training of a kept answer. None: not reported, or not trained on. `advantage` is the mean over the
-    trained positions; `logprobs` and `advantages` are of the last of these.
+    """The reward and training of a stored answer. None: not reported, or not trained on. `advantage` is the mean over
+    the trained positions; `logprobs` and `advantages` are of the last of these.
     """
 
     request_id: str
@@ -119,8 +119,8 @@ class AnswerNotes:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptImage:
-    """An image of the kept prompt, at the positions from `start` on. `data` is base64, and empty if the image was too
+class StoredImage:
+    """An image of the stored prompt, at the positions from `start` on. `data` is base64, and empty if the image was too
     large to be kept.
     """
 
@@ -139,12 +139,12 @@ class SampleContent:
     prompt: Sequence[int]
     prompt_cut: int
     params: Mapping[str, object]
-    sequences: Sequence[KeptSequence]
-    images: Sequence[KeptImage] = ()
+    sequences: Sequence[StoredSequence]
+    images: Sequence[StoredImage] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class KeptSample:
+class StoredSample:
     """A sample without its content. `model_id` is the run of its weights, or empty; `prompt_digest` covers all tokens
     and images of its prompt.
     """
@@ -170,7 +170,7 @@ class SampleLimits:
     of_tenant: int
 
 
-_ALL_SAMPLES = KEPT_SAMPLES.alias("others")
+_ALL_SAMPLES = STORED_SAMPLES.alias("others")
 
 
 _OF_TENANT = _ALL_SAMPLES.c.tenant_id == sa.bindparam("tenant_id")
@@ -199,33 +199,33 @@ def _exceeding_of_run() -> sa.ColumnElement[bool]:
     staying = sa.select(ranked.c.position).order_by(ranked.c.place, ranked.c.position.desc())
     staying = staying.limit(sa.bindparam("older", type_=sa.Integer))
     return (
-        (KEPT_SAMPLES.c.tenant_id == sa.bindparam("tenant_id"))
-        & (KEPT_SAMPLES.c.model_id == sa.bindparam("model_id"))
-        & (KEPT_SAMPLES.c.position <= oldest_of_newest)
-        & KEPT_SAMPLES.c.position.not_in(staying)
+        (STORED_SAMPLES.c.tenant_id == sa.bindparam("tenant_id"))
+        & (STORED_SAMPLES.c.model_id == sa.bindparam("model_id"))
+        & (STORED_SAMPLES.c.position <= oldest_of_newest)
+        & STORED_SAMPLES.c.position.not_in(staying)
     )
 
 
 def _deletions(exceeding: sa.ColumnElement[bool]) -> list[Statement]:
     """Statements that delete the samples of a condition and their answers."""
-    of_answer = KEPT_ANSWERS.c.tenant_id == sa.bindparam("tenant_id")
-    request_ids = sa.select(KEPT_SAMPLES.c.request_id).where(exceeding)
+    of_answer = STORED_ANSWERS.c.tenant_id == sa.bindparam("tenant_id")
+    request_ids = sa.select(STORED_SAMPLES.c.request_id).where(exceeding)
     return [
-        Statement(KEPT_ANSWERS.delete().where(of_answer, KEPT_ANSWERS.c.request_id.in_(request_ids))),
-        Statement(KEPT_SAMPLES.delete().where(exceeding)),
+        Statement(STORED_ANSWERS.delete().where(of_answer, STORED_ANSWERS.c.request_id.in_(request_ids))),
+        Statement(STORED_SAMPLES.delete().where(exceeding)),
     ]
 
 
-_ADD = Statement(KEPT_SAMPLES.insert())
-_ADD_ANSWER = Statement(KEPT_ANSWERS.insert())
+_ADD = Statement(STORED_SAMPLES.insert())
+_ADD_ANSWER = Statement(STORED_ANSWERS.insert())
 _THIN_RUN = _deletions(_exceeding_of_run())
 _THIN_TENANT = _deletions(
-    (KEPT_SAMPLES.c.tenant_id == sa.bindparam("tenant_id"))
-    & (KEPT_SAMPLES.c.position <= _nth_newest(_OF_TENANT, "limit"))
+    (STORED_SAMPLES.c.tenant_id == sa.bindparam("tenant_id"))
+    & (STORED_SAMPLES.c.position <= _nth_newest(_OF_TENANT, "limit"))
 )
-_NOT_TRAINED = KEPT_ANSWERS.c.model_id.is_(None)
-_ANSWER = KEPT_ANSWERS.update().where(
-    KEPT_ANSWERS.c.tenant_id == sa.bindparam("of_tenant"), KEPT_ANSWERS.c.digest == sa.bindparam("of_digest")
+_NOT_TRAINED = STORED_ANSWERS.c.model_id.is_(None)
+_ANSWER = STORED_ANSWERS.update().where(
+    STORED_ANSWERS.c.tenant_id == sa.bindparam("of_tenant"), STORED_ANSWERS.c.digest == sa.bindparam("of_digest")
 )
 _TRAINED = {name: sa.bindparam(name) for name in ("model_id", "step", "advantage", "logprobs", "advantages")}
 
@@ -235,7 +235,7 @@ def _of_newest_weights(before: sa.ColumnElement[float] | None = None) -> sa.Colu
 
     Earlier weights may have given the same tokens in an earlier step, which is not what is trained or graded now.
     """
-    answers, samples = KEPT_ANSWERS.alias("same_answers"), KEPT_SAMPLES.alias("same_samples")
+    answers, samples = STORED_ANSWERS.alias("same_answers"), STORED_SAMPLES.alias("same_samples")
     in_sample = (samples.c.tenant_id == answers.c.tenant_id) & (samples.c.request_id == answers.c.request_id)
     newest_weights = (
         sa.select(sa.func.coalesce(samples.c.weights, ""))
@@ -247,41 +247,43 @@ def _of_newest_weights(before: sa.ColumnElement[float] | None = None) -> sa.Colu
         .scalar_subquery()
     )
     return sa.exists().where(
-        KEPT_SAMPLES.c.tenant_id == KEPT_ANSWERS.c.tenant_id,
-        KEPT_SAMPLES.c.request_id == KEPT_ANSWERS.c.request_id,
-        sa.func.coalesce(KEPT_SAMPLES.c.weights, "") == newest_weights,
+        STORED_SAMPLES.c.tenant_id == STORED_ANSWERS.c.tenant_id,
+        STORED_SAMPLES.c.request_id == STORED_ANSWERS.c.request_id,
+        sa.func.coalesce(STORED_SAMPLES.c.weights, "") == newest_weights,
     )
 
 
 _TRAINED_AT: sa.ColumnElement[float] = sa.bindparam("trained_at", type_=sa.Float())
 _TRAIN = Statement(
-    _ANSWER.where(_NOT_TRAINED, KEPT_ANSWERS.c.created_at <= _TRAINED_AT, _of_newest_weights(_TRAINED_AT)).values(
+    _ANSWER.where(_NOT_TRAINED, STORED_ANSWERS.c.created_at <= _TRAINED_AT, _of_newest_weights(_TRAINED_AT)).values(
         _TRAINED
     )
 )
 _REWARD = Statement(
-    _ANSWER.where(sa.or_(KEPT_ANSWERS.c.reward.is_(None), _NOT_TRAINED), _of_newest_weights()).values(
+    _ANSWER.where(sa.or_(STORED_ANSWERS.c.reward.is_(None), _NOT_TRAINED), _of_newest_weights()).values(
         reward=sa.bindparam("reward")
     )
 )
-_COLUMNS = [KEPT_SAMPLES.c[name] for name in KeptSample.__dataclass_fields__]
+_COLUMNS = [STORED_SAMPLES.c[name] for name in StoredSample.__dataclass_fields__]
 
 
-class KeptSamples:
+class StoredSamples:
     def __init__(self, db: Database) -> None:
         self._db = db
 
     def page(
         self, tenant_id: str, limit: int, offset: int, search: str = ""
-    ) -> tuple[list[tuple[KeptSample, SampleContent]], int]:
-        """A page of the tenant's kept samples, newest first, and their total; `search` is part of an id or a name."""
-        condition = KEPT_SAMPLES.c.tenant_id == tenant_id
+    ) -> tuple[list[tuple[StoredSample, SampleContent]], int]:
+        """A page of the tenant's stored samples, newest first, and their total; `search` is part of an id or a name."""
+        condition = STORED_SAMPLES.c.tenant_id == tenant_id
         if search:
-            name = sa.func.coalesce(KEPT_SAMPLES.c.weights, KEPT_SAMPLES.c.base_model)
-            condition &= name.contains(search, autoescape=True) | KEPT_SAMPLES.c.request_id.contains(
+            name = sa.func.coalesce(STORED_SAMPLES.c.weights, STORED_SAMPLES.c.base_model)
+            condition &= name.contains(search, autoescape=True) | STORED_SAMPLES.c.request_id.contains(
                 search, autoescape=True
             )
-        query = sa.select(*_COLUMNS, KEPT_SAMPLES.c.content).where(condition).order_by(KEPT_SAMPLES.c.position.desc())
+        query = (
+            sa.select(*_COLUMNS, STORED_SAMPLES.c.content).where(condition).order_by(STORED_SAMPLES.c.position.desc())
+        )
         rows, total = self._db.page(query, limit, offset)
         return [_unpack(row) for row in rows], total
 
@@ -289,53 +291,55 @@ class KeptSamples:
         """The positions of the tenant's newest samples, oldest first: all, or those of a run, which are sampled from
         its weights, or in a group (the same prompt and weights) with an answer that it trained on.
         """
-        of_tenant = KEPT_SAMPLES.c.tenant_id == tenant_id
-        newest_first = KEPT_SAMPLES.c.position.desc()
-        positions = sa.select(KEPT_SAMPLES.c.position).order_by(newest_first).limit(limit)
+        of_tenant = STORED_SAMPLES.c.tenant_id == tenant_id
+        newest_first = STORED_SAMPLES.c.position.desc()
+        positions = sa.select(STORED_SAMPLES.c.position).order_by(newest_first).limit(limit)
         if not model_id:
             return self._db.scalars(positions.where(of_tenant))[::-1]
-        is_of_run = (KEPT_ANSWERS.c.tenant_id == tenant_id) & (KEPT_ANSWERS.c.model_id == model_id)
+        is_of_run = (STORED_ANSWERS.c.tenant_id == tenant_id) & (STORED_ANSWERS.c.model_id == model_id)
         groups = sa.select(sa.func.coalesce(_ALL_SAMPLES.c.weights, ""), _ALL_SAMPLES.c.prompt_digest)
         trained = groups.where(
             _ALL_SAMPLES.c.tenant_id == tenant_id,
-            _ALL_SAMPLES.c.request_id.in_(sa.select(KEPT_ANSWERS.c.request_id).where(is_of_run)),
+            _ALL_SAMPLES.c.request_id.in_(sa.select(STORED_ANSWERS.c.request_id).where(is_of_run)),
         )
-        group = sa.tuple_(sa.func.coalesce(KEPT_SAMPLES.c.weights, ""), KEPT_SAMPLES.c.prompt_digest)
-        sampled = self._db.scalars(positions.where(of_tenant, KEPT_SAMPLES.c.model_id == model_id))
+        group = sa.tuple_(sa.func.coalesce(STORED_SAMPLES.c.weights, ""), STORED_SAMPLES.c.prompt_digest)
+        sampled = self._db.scalars(positions.where(of_tenant, STORED_SAMPLES.c.model_id == model_id))
         trained_on = self._db.scalars(positions.where(of_tenant, group.in_(trained)))
         return sorted({*sampled, *trained_on})[-limit:]
 
-    def read(self, tenant_id: str, positions: Sequence[int]) -> Iterator[tuple[KeptSample, SampleContent]]:
+    def read(self, tenant_id: str, positions: Sequence[int]) -> Iterator[tuple[StoredSample, SampleContent]]:
         """Read the samples at these positions, in their order, a few at a time."""
         for start in range(0, len(positions), SAMPLES_OF_READ):
             chunk = positions[start : start + SAMPLES_OF_READ]
-            is_chosen = (KEPT_SAMPLES.c.tenant_id == tenant_id) & KEPT_SAMPLES.c.position.in_(chunk)
-            query = sa.select(*_COLUMNS, KEPT_SAMPLES.c.content).where(is_chosen).order_by(KEPT_SAMPLES.c.position)
+            is_chosen = (STORED_SAMPLES.c.tenant_id == tenant_id) & STORED_SAMPLES.c.position.in_(chunk)
+            query = sa.select(*_COLUMNS, STORED_SAMPLES.c.content).where(is_chosen).order_by(STORED_SAMPLES.c.position)
             yield from map(_unpack, self._db.rows(query))
 
-    def get(self, tenant_id: str, request_id: str) -> tuple[KeptSample, SampleContent]:
-        of_request = (KEPT_SAMPLES.c.tenant_id == tenant_id) & (KEPT_SAMPLES.c.request_id == request_id)
-        query = sa.select(*_COLUMNS, KEPT_SAMPLES.c.content).where(of_request)
-        row = self._db.first(query.order_by(KEPT_SAMPLES.c.position.desc()))
+    def get(self, tenant_id: str, request_id: str) -> tuple[StoredSample, SampleContent]:
+        of_request = (STORED_SAMPLES.c.tenant_id == tenant_id) & (STORED_SAMPLES.c.request_id == request_id)
+        query = sa.select(*_COLUMNS, STORED_SAMPLES.c.content).where(of_request)
+        row = self._db.first(query.order_by(STORED_SAMPLES.c.position.desc()))
         if row is None:
             raise NotFoundError(f"sample {request_id!r} is not kept; only recent samples are")
         return _unpack(row)
 
-    def list_earlier_turns(self, sample: KeptSample, content: SampleContent) -> list[str]:
-        """The earlier turns of the sample's conversation among the kept samples of its session, oldest first."""
+    def list_earlier_turns(self, sample: StoredSample, content: SampleContent) -> list[str]:
+        """The earlier turns of the sample's conversation among the stored samples of its session, oldest first."""
         if content.prompt_cut:
             return []
-        of_session = (KEPT_SAMPLES.c.tenant_id == sample.tenant_id) & (KEPT_SAMPLES.c.session_id == sample.session_id)
-        shorter = KEPT_SAMPLES.c.prompt_tokens < sample.prompt_tokens
-        query = sa.select(KEPT_SAMPLES.c.request_id, KEPT_SAMPLES.c.content).where(of_session, shorter)
-        rows = self._db.rows(query.order_by(KEPT_SAMPLES.c.prompt_tokens))
+        of_session = (STORED_SAMPLES.c.tenant_id == sample.tenant_id) & (
+            STORED_SAMPLES.c.session_id == sample.session_id
+        )
+        shorter = STORED_SAMPLES.c.prompt_tokens < sample.prompt_tokens
+        query = sa.select(STORED_SAMPLES.c.request_id, STORED_SAMPLES.c.content).where(of_session, shorter)
+        rows = self._db.rows(query.order_by(STORED_SAMPLES.c.prompt_tokens))
         prompt = list(content.prompt)
         return [row.request_id for row in rows if _leads_to(_unpack_content(row.content), prompt)]
 
     def sweep(self, before: float) -> int:
         """Delete what was created before `before`; returns the number of samples."""
-        self._db.execute(KEPT_ANSWERS.delete().where(KEPT_ANSWERS.c.created_at < before))
-        return self._db.execute(KEPT_SAMPLES.delete().where(KEPT_SAMPLES.c.created_at < before))
+        self._db.execute(STORED_ANSWERS.delete().where(STORED_ANSWERS.c.created_at < before))
+        return self._db.execute(STORED_SAMPLES.delete().where(STORED_SAMPLES.c.created_at < before))
 
     # Rewards of answers, and training on them.
 
@@ -357,8 +361,8 @@ class KeptSamples:
                     of_answer = {"of_tenant": answer.tenant_id, "of_digest": answer.digest}
                     _TRAIN.count(connection, values | of_answer | {"trained_at": answer.trained_at})
                 elif positions:
-                    is_fitting = KEPT_ANSWERS.c.position.in_(positions) & _NOT_TRAINED
-                    connection.execute(KEPT_ANSWERS.update().where(is_fitting).values(**values))
+                    is_fitting = STORED_ANSWERS.c.position.in_(positions) & _NOT_TRAINED
+                    connection.execute(STORED_ANSWERS.update().where(is_fitting).values(**values))
 
     def _select_stored(self, trained: Sequence[TrainedAnswer]) -> list[TrainedAnswer]:
         """The answers that are kept and not yet trained on, since most of a large batch are not kept."""
@@ -368,28 +372,28 @@ class KeptSamples:
         stored: set[tuple[str, str]] = set()
         for tenant_id, digests in digests_by_tenant.items():
             for chunk in chunks(digests):
-                is_chosen = (KEPT_ANSWERS.c.tenant_id == tenant_id) & KEPT_ANSWERS.c.digest.in_(chunk)
-                query = sa.select(KEPT_ANSWERS.c.digest).where(is_chosen, _NOT_TRAINED)
+                is_chosen = (STORED_ANSWERS.c.tenant_id == tenant_id) & STORED_ANSWERS.c.digest.in_(chunk)
+                query = sa.select(STORED_ANSWERS.c.digest).where(is_chosen, _NOT_TRAINED)
                 stored |= {(tenant_id, digest) for digest in self._db.scalars(query)}
         return [answer for answer in trained if (answer.tenant_id, answer.digest) in stored]
 
     def _list_fitting(self, answer: TrainedAnswer) -> list[int] | None:
-        """The positions of the kept answers that were trained on, by their logprobs; None without logprobs."""
+        """The positions of the stored answers that were trained on, by their logprobs; None without logprobs."""
         if answer.sampled is None:
             return None
-        in_sample = (KEPT_SAMPLES.c.tenant_id == KEPT_ANSWERS.c.tenant_id) & (
-            KEPT_SAMPLES.c.request_id == KEPT_ANSWERS.c.request_id
+        in_sample = (STORED_SAMPLES.c.tenant_id == STORED_ANSWERS.c.tenant_id) & (
+            STORED_SAMPLES.c.request_id == STORED_ANSWERS.c.request_id
         )
-        of_answer = (KEPT_ANSWERS.c.tenant_id == answer.tenant_id) & (KEPT_ANSWERS.c.digest == answer.digest)
-        query = sa.select(KEPT_ANSWERS.c.position, KEPT_ANSWERS.c.number, KEPT_SAMPLES.c.content).select_from(
-            KEPT_ANSWERS.join(KEPT_SAMPLES, in_sample)
+        of_answer = (STORED_ANSWERS.c.tenant_id == answer.tenant_id) & (STORED_ANSWERS.c.digest == answer.digest)
+        query = sa.select(STORED_ANSWERS.c.position, STORED_ANSWERS.c.number, STORED_SAMPLES.c.content).select_from(
+            STORED_ANSWERS.join(STORED_SAMPLES, in_sample)
         )
-        rows = self._db.rows(query.where(of_answer, _NOT_TRAINED, KEPT_ANSWERS.c.created_at <= answer.trained_at))
+        rows = self._db.rows(query.where(of_answer, _NOT_TRAINED, STORED_ANSWERS.c.created_at <= answer.trained_at))
         sequences = ((row.position, _unpack_content(row.content).sequences[row.number]) for row in rows)
         return [position for position, sequence in sequences if answer.sampled.fit(sequence)]
 
     def set_rewards(self, tenant_id: str, rewards: Mapping[str, float]) -> int:
-        """Set rewards of kept answers by digest; returns how many changed. After training, a reward is final."""
+        """Set rewards of stored answers by digest; returns how many changed. After training, a reward is final."""
         with self._db.write() as connection:
             return sum(
                 _REWARD.count(connection, {"of_tenant": tenant_id, "of_digest": digest, "reward": reward})
@@ -397,15 +401,15 @@ class KeptSamples:
             )
 
     def notes(self, tenant_id: str, request_ids: Sequence[str]) -> dict[tuple[str, int], AnswerNotes]:
-        """The notes on kept answers, by request_id and number of the sequence."""
-        columns = [KEPT_ANSWERS.c[name] for name in AnswerNotes.__dataclass_fields__]
-        query = sa.select(*columns).where(KEPT_ANSWERS.c.tenant_id == tenant_id).order_by(KEPT_ANSWERS.c.position)
-        parts = (self._db.rows(query.where(KEPT_ANSWERS.c.request_id.in_(ids))) for ids in chunks(request_ids))
+        """The notes on stored answers, by request_id and number of the sequence."""
+        columns = [STORED_ANSWERS.c[name] for name in AnswerNotes.__dataclass_fields__]
+        query = sa.select(*columns).where(STORED_ANSWERS.c.tenant_id == tenant_id).order_by(STORED_ANSWERS.c.position)
+        parts = (self._db.rows(query.where(STORED_ANSWERS.c.request_id.in_(ids))) for ids in chunks(request_ids))
         return {(row.request_id, row.number): _unpack_notes(row) for rows in parts for row in rows}
 
     # Steps of weights.
 
-    def weights_steps(self, tenant_id: str, samples: Sequence[KeptSample]) -> dict[str, int]:
+    def weights_steps(self, tenant_id: str, samples: Sequence[StoredSample]) -> dict[str, int]:
         """The optimizer steps that the weights of samples had had, by the name of the weights: those before the publish
         or save of the weights. Weights without a run, and those of other tenants, are left out.
 
@@ -445,7 +449,7 @@ class KeptSamples:
         return times
 
 
-def keep_sample(sample: KeptSample, content: SampleContent) -> list[Effect]:
+def keep_sample(sample: StoredSample, content: SampleContent) -> list[Effect]:
     """Statements for the transaction that settles the sample. The content has the sample's digest of the prompt, unless
     the prompt was cut.
     """
@@ -507,14 +511,14 @@ def _unpack_floats(packed: bytes | None) -> F32 | None:
 
 def new_sample(
     request_id: str, tenant_id: str, session_id: str, base_model: str, weights: str | None, model_id: str = ""
-) -> KeptSample:
+) -> StoredSample:
     """A sample that has not been settled."""
-    return KeptSample(request_id, tenant_id, session_id, base_model, weights, 0, 0, 0, now(), model_id)
+    return StoredSample(request_id, tenant_id, session_id, base_model, weights, 0, 0, 0, now(), model_id)
 
 
-def _unpack(row: Sequence[Any]) -> tuple[KeptSample, SampleContent]:
+def _unpack(row: Sequence[Any]) -> tuple[StoredSample, SampleContent]:
     *fields, packed = row
-    sample, content = KeptSample(*fields), _unpack_content(packed)
+    sample, content = StoredSample(*fields), _unpack_content(packed)
     if not sample.prompt_digest:  # stored before there was one
         sample = replace(sample, prompt_digest=tokens_digest(content.prompt))
     return sample, content
@@ -522,8 +526,8 @@ def _unpack(row: Sequence[Any]) -> tuple[KeptSample, SampleContent]:
 
 def _unpack_content(packed: bytes) -> SampleContent:
     fields = orjson.loads(zstandard.ZstdDecompressor().decompress(packed))
-    sequences = [KeptSequence(**entry) for entry in fields["sequences"]]
-    images = tuple(KeptImage(**entry) for entry in fields.get("images", ()))
+    sequences = [StoredSequence(**entry) for entry in fields["sequences"]]
+    images = tuple(StoredImage(**entry) for entry in fields.get("images", ()))
     return SampleContent(fields["prompt"], fields["prompt_cut"], fields["params"], sequences, images)
 
 
