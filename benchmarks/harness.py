@@ -129,14 +129,14 @@ class RunningServer(NamedTuple):
 
 @contextlib.contextmanager
 def start_server(
-    model: str | None, *arguments: str, settings: Mapping[str, str] | None = None
+    model: str | None, *arguments: str, settings: Mapping[str, str] | None = None, python: str = sys.executable
 ) -> Iterator[RunningServer]:
     """`tinsmith serve` until the end of the block: its URL, the moment it was started, its process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as directory:
-        command = [sys.executable, "-m", "tinsmith.cli", "serve", "--port", str(port), "--data-dir", directory]
+        command = [python, "-m", "tinsmith.cli", "serve", "--port", str(port), "--data-dir", directory]
         log_path = Path(directory) / "server.log"
         started = time.perf_counter()
         with log_path.open("wb") as log:

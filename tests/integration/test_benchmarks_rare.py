@@ -30,6 +30,7 @@ SLOW = {
     "shared_prompts": "--sizes tiny --shapes 40x4 --groups 2 --runs 1",
     "shared_rows": "--sizes tiny --shapes 40x4 --group 2 --runs 1",
     "soak": "--clients 2 --minutes 0.1 --backend fake --processes 1",
+    "versions": f"--other {sys.executable} --only forward --runs 1",
 }
 WITHOUT_JSON = {
     "batch": "--batches 4 --rows-in-database 1000",
