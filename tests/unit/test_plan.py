@@ -335,6 +335,15 @@ def test_the_largest_stage_counts() -> None:
     assert unsplit.adapters - split.adapters == 12 * num_parameters * 3 // 4
 
 
+def test_the_last_stage_has_a_part_of_the_unembedding() -> None:
+    model = find_known("Qwen2.5-7B")
+    assert memory.stages_of(model, 3) == (8, 11, 9)
+    largest_bytes = memory.base_bytes(model, dtype="bfloat16", quantize="off", tensor=8, stages=3)
+    first, last = model.layer_sizes[0] + model.embedding_parameters, 9 / 8 * model.layer_sizes[0]
+    assert first > last + model.embedding_parameters / 8
+    assert largest_bytes == pytest.approx(2 * first, rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("model", "degrees", "reason"),
     [

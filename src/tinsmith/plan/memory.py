@@ -200,7 +200,9 @@ def base_bytes(
     split = sum(linear.num_parameters for linear in linears if linear.split_dim) * linear_bytes / tensor
     replicated = sum(linear.num_parameters for linear in linears if not linear.split_dim) * linear_bytes
     spread = sum(linear.num_parameters for linear in model.linears if experts > 1 and linear.copies > 1) * linear_bytes
-    embeddings = model.embedding_parameters + _unembedding_parameters(model, tensor)
+    unembedding = _unembedding_parameters(model, tensor)
+    is_shared = model.tied and unembedding == model.embedding_parameters
+    embeddings = model.embedding_parameters + (0 if is_shared else unembedding)
     other_parameters = embeddings + model.other_parameters + model.vision_parameters
     gathered_parameters = model.layer_parameters(with_experts=experts == 1)
     gathered = gathered_parameters * linear_bytes / tensor if shards > 1 else 0
@@ -212,22 +214,23 @@ def base_bytes(
             unrouted_size * bytes_per_parameter + linear_bytes / experts * routed_size
             for unrouted_size, routed_size in zip(unrouted_sizes, routed, strict=True)
         ]
-        return int(max(_stage_bytes(model, stages, layers, model.embedding_parameters * dtype_bytes)))
+        ends = model.embedding_parameters * dtype_bytes, unembedding * dtype_bytes
+        return int(max(_stage_bytes(model, stages, layers, *ends)))
     return int((split + replicated) / shards + gathered + spread / experts + other_parameters * dtype_bytes)
 
 
 def _unembedding_parameters(model: Architecture, tensor: int) -> float:
-    """Those that one of `tensor` devices stores beside the embeddings: its part of the vocabulary is a copy."""
-    if tensor > 1 and model.vocab % tensor == 0:
-        return model.embedding_parameters / tensor
-    return 0 if model.tied else model.embedding_parameters
+    """Those of one of `tensor` devices, each with a part of the vocabulary if it can be divided."""
+    return model.embedding_parameters / (tensor if model.vocab % tensor == 0 else 1)
 
 
-def _stage_bytes(model: Architecture, stages: int, layers: Sequence[float], end: float) -> Iterator[float]:
-    """Bytes of each stage, of layers with these bytes, and embeddings and unembedding with `end` bytes each."""
+def _stage_bytes(
+    model: Architecture, stages: int, layers: Sequence[float], embeddings: float, unembedding: float
+) -> Iterator[float]:
+    """Bytes of each stage, of layers, embeddings and an unembedding with these bytes."""
     start = 0
     for stage, count in enumerate(stages_of(model, stages)):
-        ends = end * ((stage == 0) + (stage == stages - 1))
+        ends = embeddings * (stage == 0) + unembedding * (stage == stages - 1)
         yield sum(layers[start : (start := start + count)]) + ends
 
 
