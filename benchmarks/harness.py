@@ -131,7 +131,9 @@ class RunningServer(NamedTuple):
 def start_server(
     model: str | None, *arguments: str, settings: Mapping[str, str] | None = None, python: str = sys.executable
 ) -> Iterator[RunningServer]:
-    """`tinsmith serve` until the end of the block: its URL, the moment it was started, its process."""
+    """`tinsmith serve`, of the environment of `python`, until the end of the block: its URL, the moment it was started,
+    its process.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

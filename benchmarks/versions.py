@@ -73,11 +73,11 @@ def open_forward(url: str, model: str) -> Iterator[Run]:
         yield lambda: sum(time_runs(forward, FORWARDS, warm_up=0)) / 1000
 
 
-def train(work: int) -> Open:
+def training_opener(work: int) -> Open:
     return lambda url, model: training.of_service(url, model, training.WORKS[work])
 
 
-def sample(at_once: int) -> Open:
+def sampling_opener(at_once: int) -> Open:
     @contextmanager
     def open_samplers(url: str, model: str) -> Iterator[Run]:
         with tinker.ServiceClient(base_url=url, api_key=API_KEY) as service:
@@ -89,12 +89,12 @@ def sample(at_once: int) -> Open:
 
 MEASURES = {
     "forward": Measure(open_forward, "tiny", "float32", 40),
-    "training": Measure(train(0), "m50"),
-    "training-large": Measure(train(7), "m500", runs=6),
-    "tenants": Measure(train(3), "m50", runs=40),
-    "sampling-16": Measure(sample(16), "m50"),
-    "sampling-64": Measure(sample(64), "m50", runs=8),
-    "sampling-large": Measure(sample(8), "m500", runs=4),
+    "training": Measure(training_opener(0), "m50"),
+    "training-large": Measure(training_opener(7), "m500", runs=6),
+    "tenants": Measure(training_opener(3), "m50", runs=40),
+    "sampling-16": Measure(sampling_opener(16), "m50"),
+    "sampling-64": Measure(sampling_opener(64), "m50", runs=8),
+    "sampling-large": Measure(sampling_opener(8), "m500", runs=4),
 }
 
 

@@ -29,6 +29,8 @@ def test_a_setting_is_read_by_its_former_name_unless_the_new_one_is_set(
     assert getattr(load({}), name) == 11
     assert getattr(parse_serve_settings(monkeypatch), name) == 11
     assert getattr(parse_serve_settings(monkeypatch, "--backend-options", f'{{"{former}": 12}}'), name) == 12
+    both = f'{{"{name}": 15, "{former}": 12}}'
+    assert getattr(parse_serve_settings(monkeypatch, "--backend-options", both), name) == 15
     assert getattr(load({name: 13}), name) == 13
     monkeypatch.setenv(f"TINSMITH_{name.upper()}", "14")
     assert getattr(load({}), name) == 14

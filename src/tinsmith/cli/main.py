@@ -38,7 +38,7 @@ from tinsmith.cli.remote import AsJson, json_object, plain_table, print_json
 from tinsmith.errors import SettingsError
 from tinsmith.plan.versions import INSTALL_ENGINE, find_cuda_obstacle, list_missing_packages
 from tinsmith.runtime.malloc import importing
-from tinsmith.settings import FORMER_NAMES, Settings, load
+from tinsmith.settings import FORMER_NAMES, Settings, list_former_values, load
 from tinsmith.settings.environment import client_address
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def serve(
 def _json_settings(text: str) -> dict[str, object]:
     """Parse --backend-options. Raises SettingsError unless the text is a JSON object of settings."""
     options = json_object("--backend-options", text, "a JSON object of settings")
-    settings = {FORMER_NAMES.get(name, name): value for name, value in options.items()}
+    settings = list_former_values(options) | {name: options[name] for name in options if name not in FORMER_NAMES}
     if unknown := sorted(settings.keys() - Settings.model_fields.keys()):
         raise SettingsError(f"--backend-options names {unknown[0]!r}, which is not a setting; see docs/settings.md")
     return settings

@@ -10,7 +10,7 @@ import difflib
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import SecretStr, ValidationError
 
@@ -30,7 +30,11 @@ from tinsmith.settings.groups import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pydantic_core import ErrorDetails
+
+T = TypeVar("T")
 
 RANK_ADDRESS_FILE = "ranks.address"
 """The file of an engine's data directory with the address at which ranks of other machines join."""
@@ -40,7 +44,7 @@ FORMER_NAMES = {
     "kept_samples_of_run": "stored_samples_of_run",
     "kept_samples_days": "stored_samples_days",
 }
-"""Names that settings had in an earlier release, which are still read. A variable of the new name has precedence."""
+"""Names that settings had in an earlier release, which are still read. The new name has precedence."""
 
 
 class Settings(
@@ -95,15 +99,16 @@ def load(overrides: dict[str, object]) -> Settings:
             choices = ", ".join(PREFIX + match for match in near or known_names)
             label = "did you mean" if near else "known settings"
             raise SettingsError(f"the environment sets {PREFIX}{name}, which is not a setting; {label}: {choices}")
-    former_values = {
-        new: os.environ[f"{PREFIX}{former.upper()}"]
-        for former, new in FORMER_NAMES.items()
-        if former.upper() in names and new.upper() not in names
-    }
+    former_values = list_former_values({name.lower(): os.environ[f"{PREFIX}{name}"] for name in names})
     try:
         return Settings.model_validate({**Settings().model_dump(), **former_values, **overrides})
     except ValidationError as error:
         raise SettingsError(_describe_errors(error)) from None
+
+
+def list_former_values(values: Mapping[str, T]) -> dict[str, T]:
+    """The values that have only a setting's former name, by its new one."""
+    return {new: values[old] for old, new in FORMER_NAMES.items() if old in values and new not in values}
 
 
 def portable(settings: Settings) -> dict[str, object]:
